@@ -1,0 +1,38 @@
+# Everything installs into .venv, by pip, at the versions of constraints.txt. Another interpreter with what is needed
+# already installed is used as it is: make test-gpu PYTHON=python3
+PYTHON ?= .venv/bin/python
+installed := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/installed)
+export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: train test test-gpu check format clean
+
+train: $(installed)
+	$(PYTHON) benchmarks/noise.py
+
+test: $(installed)
+	$(PYTHON) -m pytest -q
+
+# the same tests, with the kernels compiled for the GPU and every device test on it
+test-gpu: $(installed)
+	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'There is no CUDA device here.'"
+	$(PYTHON) -m pytest -q
+
+check: $(installed)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports
+
+format: $(installed)
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+.venv/installed: pyproject.toml constraints.txt
+	python3 -c "import sys; assert sys.version_info >= (3, 11), 'Germline needs Python 3.11 or later.'"
+	python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,190 @@
+"""The noise field on the CPU, in Numba.
+
+A tile's 1,024 halves are made into a scratch vector that stays in the first-level cache, then read from it: both loops
+are over contiguous memory, and the compiler turns both into vector code. Threads are Python threads over functions that
+hold no lock, as many as torch is set to use: Numba's own threading layers must not be entered from several threads, and
+blocks of members are evaluated by several threads.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import int32, types, uint16, uint32, uint64
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
+
+Array = NDArray[Any]
+Function = Callable[..., Any]
+
+POPCOUNT, SIGN, UNIFORM = int(Reading.POPCOUNT), int(Reading.SIGN), int(Reading.UNIFORM)
+WORTH_A_THREAD = 64  # tiles: below this, about 10 microseconds, handing work over costs more than it saves
+
+
+def compiled(function: Function) -> Function:
+    return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
+
+
+@intrinsic
+def popcount(context, half):
+    def generate(context, builder, signature, arguments):
+        return builder.call(builder.module.declare_intrinsic("llvm.ctpop", [ir.IntType(16)]), arguments)
+
+    return types.uint16(types.uint16), generate
+
+
+@compiled
+def words(block, member, generation, stream, key0, key1, rounds):
+    # Numba widens 32-bit arithmetic to 64 bits: every step is cast back, or the loop is not vectorised.
+    c0, c1, c2, c3 = uint32(block), uint32(member), uint32(generation), uint32(stream)
+    k0, k1 = uint32(key0), uint32(key1)
+    for _ in range(rounds):
+        product0, product1 = uint64(c0) * uint64(0xD2511F53), uint64(c2) * uint64(0xCD9E8D57)
+        c0, c1 = uint32(uint32(product1 >> uint64(32)) ^ c1 ^ k0), uint32(product1)
+        c2, c3 = uint32(uint32(product0 >> uint64(32)) ^ c3 ^ k1), uint32(product0)
+        k0, k1 = uint32(k0 + uint32(0x9E3779B9)), uint32(k1 + uint32(0xBB67AE85))
+    return c0, c1, c2, c3
+
+
+@compiled
+def read_tile(eps, halves, member, tile, key0, key1, generation, stream, reading):
+    for b in range(BLOCKS):
+        c0, c1, c2, c3 = words(BLOCKS * tile + b, member, generation, stream, key0, key1, ROUNDS)
+        halves[b], halves[128 + b] = uint16(c0), uint16(c0 >> uint32(16))
+        halves[256 + b], halves[384 + b] = uint16(c1), uint16(c1 >> uint32(16))
+        halves[512 + b], halves[640 + b] = uint16(c2), uint16(c2 >> uint32(16))
+        halves[768 + b], halves[896 + b] = uint16(c3), uint16(c3 >> uint32(16))
+    if reading == POPCOUNT:
+        for k in range(TILE):
+            eps[k] = int32(popcount(halves[k])) - int32(8)
+    elif reading == SIGN:
+        for k in range(TILE):
+            eps[k] = int32(1) - int32(2) * int32(halves[k] & uint16(1))
+    elif reading == UNIFORM:
+        for k in range(TILE):
+            eps[k] = int32(2) * int32(halves[k] & uint16(15)) - int32(15)
+    else:
+        for k in range(TILE):
+            eps[k] = int32(halves[k])
+
+
+@compiled
+def fill_tiles(first, last, out, field, members, start, reading):
+    key0, key1, generation, stream = field
+    eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
+    stop = start + out.shape[1]
+    tile0 = start // TILE
+    tiles = (stop - 1) // TILE - tile0 + 1
+    for unit in range(first, last):
+        i, tile = unit // tiles, tile0 + unit % tiles
+        read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
+        low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
+        to, source = out[i, low - start : high - start], eps[low - tile * TILE : high - tile * TILE]
+        for k in range(to.size):
+            to[k] = source[k]
+
+
+@compiled
+def perturb_tiles(first, last, out, theta, scale, signs, field, members, start, reading):
+    key0, key1, generation, stream = field
+    eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
+    stop = start + out.shape[1]
+    tile0 = start // TILE
+    tiles = (stop - 1) // TILE - tile0 + 1
+    for unit in range(first, last):
+        i, tile = unit // tiles, tile0 + unit % tiles
+        read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
+        low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
+        to, centre = out[i, low - start : high - start], theta[low - start : high - start]
+        source = eps[low - tile * TILE : high - tile * TILE]
+        sign = out.dtype.type(signs[i])
+        if scale.size == 1:
+            step = sign * scale[0]
+            for k in range(to.size):
+                to[k] = centre[k] + step * out.dtype.type(source[k])
+        else:
+            steps = scale[low - start : high - start]
+            for k in range(to.size):
+                to[k] = centre[k] + (sign * steps[k]) * out.dtype.type(source[k])
+
+
+@compiled
+def accumulate_tiles(first, last, out, weights, field, members, start, reading, centre):
+    key0, key1, generation, stream = field
+    eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
+    total = np.empty(TILE, np.int32)
+    stop = start + out.size
+    for tile in range(start // TILE + first, start // TILE + last):
+        total[:] = 0
+        for i in range(members.size):
+            read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
+            weight = int32(weights[i])
+            if centre:
+                for k in range(TILE):
+                    total[k] += int32(weight * int32(int32(eps[k] * eps[k]) - int32(centre)))
+            else:
+                for k in range(TILE):
+                    total[k] += int32(weight * eps[k])
+        low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
+        out[low - start : high - start] = total[low - tile * TILE : high - tile * TILE]
+
+
+pool: ThreadPoolExecutor | None = None
+
+
+def forget_pool() -> None:
+    global pool
+    pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_pool)  # a child has none of its parent's threads
+
+
+def share(kernel: Function, units: int, *arguments: Any, tiles_per_unit: int = 1) -> None:
+    """kernel(first, last, ...) over all units, cut into as many runs as torch has threads."""
+    global pool
+    threads = min(torch.get_num_threads(), max(1, units * tiles_per_unit // WORTH_A_THREAD), units)
+    if threads <= 1:
+        kernel(0, units, *arguments)
+        return
+    if pool is None:
+        pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="germline-noise")
+    cuts = [units * t // threads for t in range(threads + 1)]
+    runs = [pool.submit(kernel, a, b, *arguments) for a, b in pairwise(cuts[1:])]
+    kernel(cuts[0], cuts[1], *arguments)
+    for run in runs:
+        run.result()
+
+
+def tiles_of(start: int, count: int) -> int:
+    return (start + count - 1) // TILE - start // TILE + 1 if count else 0
+
+
+def field_of(address: Address) -> tuple[int, int, int, int]:
+    return (*address.key, address.generation, address.stream)
+
+
+def fill(out: Array, address: Address, reading: Reading) -> None:
+    units = out.shape[0] * tiles_of(address.start, out.shape[1])
+    share(fill_tiles, units, out, field_of(address), address.members, address.start, int(reading))
+
+
+def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Address, reading: Reading) -> None:
+    units = out.shape[0] * tiles_of(address.start, out.shape[1])
+    share(
+        perturb_tiles, units, out, theta, scale, signs, field_of(address), address.members, address.start, int(reading)
+    )
+
+
+def accumulate(out: Array, weights: Array, address: Address, reading: Reading, centre: int) -> None:
+    arguments = (out, weights, field_of(address), address.members, address.start, int(reading), centre)
+    share(accumulate_tiles, tiles_of(address.start, out.size), *arguments, tiles_per_unit=weights.size)

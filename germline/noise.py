@@ -1,0 +1,417 @@
+"""The noise field: a function of (seed, stream, generation, member, parameter), with the same bits on every device.
+
+Nothing is seeded and nothing advances. A slice of the field is made where it is needed, from its address alone; the
+integers it is made of are so small that sums weighted by integers are exact in any order, on any device.
+``docs/design.md`` defines the field; ``kernels/reference.py`` is that definition as code.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.kernels import Address, Reading, home, kernels_of, on, raw, reference
+
+VERSION = 1  # of the field; stands in every journal's header
+
+Kind = Literal["popcount", "sign", "uniform"]
+Integers = Sequence[int] | NDArray[Any]
+Span = tuple[int, int]  # of parameters: first, one past the last
+
+WORD = 1 << 32
+PARAMETERS = 8 * WORD  # a 32-bit block number addresses 8 halves
+SIGNIFICANT = 20  # bits of sigma: sigma * eps is then exact in float32, and contraction harmless
+SCRATCH = 1 << 22  # elements of low-rank factors that are held at once
+
+
+class Stream(IntEnum):
+    """What a part of the field is for; each is independent of the others."""
+
+    DENSE = 0
+    LOW_RANK = 1
+    CROSSOVER = 2
+    COEFFICIENT = 3
+    SELECTION = 4
+    BATCH = 5
+    INITIAL = 6
+    DROPOUT = 7
+
+
+class Values(NamedTuple):
+    reading: Reading
+    limit: int  # the largest magnitude
+    variance: int
+
+
+VALUES = {
+    "popcount": Values(Reading.POPCOUNT, 8, 4),
+    "sign": Values(Reading.SIGN, 1, 1),
+    "uniform": Values(Reading.UNIFORM, 15, 85),
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter whose noise is of low rank: ``A B^T / sqrt(rank)``."""
+
+    start: int  # its first place in theta
+    rows: int
+    columns: int
+    rank: int
+    address: int  # of A in the low-rank stream; B follows
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.columns
+
+
+def low_rank(shapes: Sequence[Sequence[int]], rank: int | Sequence[int | None] | None) -> tuple[Matrix, ...]:
+    """The parameters that get noise of low rank, given all shapes in the order of the genome.
+
+    A tensor is viewed as first dimension x rest; vectors, and matrices whose factors would not be smaller than
+    themselves, stay dense. ``rank`` may be given per shape; None is dense.
+
+    >>> [(m.rows, m.columns, m.address) for m in low_rank([(300, 784), (300,), (10, 300)], rank=1)]
+    [(300, 784, 0), (10, 300, 1084)]
+    """
+    ranks = list(rank) if isinstance(rank, Sequence) else [rank] * len(shapes)
+    if len(ranks) != len(shapes):
+        raise ValueError(
+            f"There are {len(shapes)} parameters but {len(ranks)} ranks: give one rank, or one per parameter."
+        )
+    matrices, start, address = [], 0, 0
+    for shape, r in zip(shapes, ranks, strict=True):
+        if r is not None and r < 1:
+            raise ValueError(f"The rank of low-rank noise must be 1 or more (or None for dense noise), not {r}.")
+        size = math.prod(shape)
+        if r is not None and len(shape) > 1 and size and r * (shape[0] + size // shape[0]) < size:
+            matrices.append(Matrix(start, shape[0], size // shape[0], r, address))
+            address += r * (shape[0] + size // shape[0])
+        start += size
+    return tuple(matrices)
+
+
+@dataclass(frozen=True)
+class Field:
+    """The noise of a run.
+
+    ``mirrored``: members 2j and 2j + 1 have the same noise with opposite signs. ``matrices``: the parameters whose
+    noise is of low rank (see ``low_rank``); all others have dense noise.
+
+    >>> noise = Field(seed=7).members([0, 1], generation=0)
+    >>> noise.integers((0, 6)).tolist()
+    [[3, 1, 2, -2, 2, 1], [2, -4, 2, -2, 4, -1]]
+    >>> noise.accumulate([1, -1], (0, 6)).tolist()
+    [1, 5, 0, 0, -2, 2]
+    >>> noise.perturb(torch.zeros(6), sigma=0.5)[1].tolist()
+    [0.5, -1.0, 0.5, -0.5, 1.0, -0.25]
+    """
+
+    seed: int
+    kind: Kind = "popcount"
+    mirrored: bool = False
+    matrices: tuple[Matrix, ...] = ()
+
+    def __post_init__(self) -> None:
+        check("seed", self.seed, 1 << 64)
+        if self.kind not in VALUES:
+            raise ValueError(f"There is no noise of kind {self.kind!r}: choose one of {', '.join(VALUES)}.")
+
+    def members(self, members: Integers, generation: int, device: torch.device | str = "cpu") -> "Noise":
+        """The noise of some members in one generation, to be used on ``device``."""
+        return Noise(self, numbers_of(members), generation, torch.device(device))
+
+    def below(self, bound: int, count: int, generation: int, stream: Stream, *, member: int = 0) -> NDArray[np.int64]:
+        """``count`` integers from 0 to bound - 1, on the host; even to one part in 2^32 / bound.
+
+        >>> Field(seed=7).below(10, 8, generation=0, stream=Stream.BATCH).tolist()
+        [3, 1, 3, 7, 4, 0, 9, 3]
+        """
+        if not 1 <= bound <= WORD:
+            raise ValueError(f"Integers below {bound} cannot be drawn: the bound must be from 1 to 2^32.")
+        words = self.members([member], generation).words(count, stream)
+        return (words * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
+
+    def permutation(self, count: int, generation: int, stream: Stream, *, member: int = 0) -> NDArray[np.int64]:
+        """The integers from 0 to count - 1 in an order of the field's, on the host.
+
+        >>> Field(seed=7).permutation(8, generation=0, stream=Stream.BATCH).tolist()
+        [0, 1, 2, 6, 5, 3, 7, 4]
+        """
+        words = self.members([member], generation).words(2 * count, stream)
+        return np.argsort((words[0::2] << np.uint64(32)) | words[1::2], kind="stable")
+
+    def unit(self, matrix: Matrix | None) -> float:
+        """One integer of the field, in standard deviations of the noise."""
+        variance = VALUES[self.kind].variance
+        return 1 / math.sqrt(variance) if matrix is None else 1 / (variance * math.sqrt(matrix.rank))
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, Matrix | None]]:
+        """start:stop cut at the matrices: (low, high, the matrix they lie in, or None where the noise is dense)."""
+        at = start
+        for matrix in self.matrices:
+            if matrix.stop <= start or matrix.start >= stop:
+                continue
+            if at < matrix.start:
+                yield at, matrix.start, None
+            at = min(matrix.stop, stop)
+            yield max(matrix.start, start), at, matrix
+        if at < stop:
+            yield at, stop, None
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """The noise of some members in one generation; made by ``Field.members``."""
+
+    field: Field
+    members: NDArray[np.int64]
+    generation: int
+    device: torch.device
+    addresses: NDArray[np.int64] = dataclasses.field(init=False)  # of the members in the field
+    signs: NDArray[np.int8] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        check("generation", self.generation, WORD)
+        mirrored = self.field.mirrored
+        object.__setattr__(self, "addresses", self.members >> 1 if mirrored else self.members)
+        object.__setattr__(
+            self, "signs", (1 - 2 * (self.members & 1 if mirrored else 0 * self.members)).astype(np.int8)
+        )
+
+    # Slices
+
+    def integers(self, span: Span, stream: Stream = Stream.DENSE) -> torch.Tensor:
+        """eps, the integers behind the noise: int8, (members, parameters)."""
+        eps = self._fill(VALUES[self.field.kind].reading, torch.int8, self.addresses, span, stream)
+        return eps.mul_(torch.from_numpy(self.signs).to(self.device)[:, None]) if self.field.mirrored else eps
+
+    def halves(self, span: Span, stream: Stream) -> torch.Tensor:
+        """Uniform integers from 0 to 65535, one per member and parameter: int32, (members, parameters)."""
+        return self._fill(Reading.HALF, torch.int32, self.members, span, stream)
+
+    def bits(self, span: Span, stream: Stream) -> torch.Tensor:
+        """Fair coins, one per member and parameter: bool, (members, parameters)."""
+        return (self.halves(span, stream) & 1).bool()
+
+    def words(self, count: int, stream: Stream) -> NDArray[np.uint64]:
+        """The first 32-bit words of the first member, on the host."""
+        address = self._address(self.members[:1], (0, 2 * count), stream, torch.device("cpu"))
+        return reference.words(address, count)
+
+    def factors(self, matrix: Matrix, rows: Span | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A, which bears the member's sign, and B: int8, (members, rows, rank) and (members, columns, rank)."""
+        low, high = rows or (0, matrix.rows)
+        middle = matrix.address + matrix.rows * matrix.rank
+        a = self.integers((matrix.address + low * matrix.rank, matrix.address + high * matrix.rank), Stream.LOW_RANK)
+        span = (middle, middle + matrix.columns * matrix.rank)
+        b = self._fill(VALUES[self.field.kind].reading, torch.int8, self.addresses, span, Stream.LOW_RANK)
+        return a.view(-1, high - low, matrix.rank), b.view(-1, matrix.columns, matrix.rank)
+
+    # Perturbing
+
+    def perturb(
+        self, theta: torch.Tensor, sigma: float | torch.Tensor, *, start: int = 0, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """theta + sigma z for each member: (members, parameters).
+
+        ``theta`` holds the parameters from ``start`` on, in float32 or float64. ``sigma`` is a number, which is rounded
+        to 20 significant bits, or a tensor with one per parameter, of which 20 significant bits are used.
+        """
+        if theta.dim() != 1 or theta.dtype not in (torch.float32, torch.float64):
+            what = f"{theta.dtype} of shape {tuple(theta.shape)}"
+            raise ValueError(f"Parameters must be a float32 or float64 vector, not {what}.")
+        if isinstance(sigma, torch.Tensor) and sigma.shape != theta.shape:
+            raise ValueError(
+                f"Sigma must be a number or one per parameter: {tuple(theta.shape)}, not {tuple(sigma.shape)}."
+            )
+        shape = (self.members.size, theta.numel())
+        if out is None:
+            out = theta.new_empty(shape)
+        elif out.shape != shape or out.dtype != theta.dtype or out.device != theta.device:
+            raise ValueError(f"The buffer for perturbed parameters must be {theta.dtype}, {shape}, on {theta.device}.")
+        for low, high, matrix in self.field.pieces(start, start + theta.numel()):
+            window = slice(low - start, high - start)
+            if matrix is None:
+                part = sigma[window] if isinstance(sigma, torch.Tensor) else sigma
+                self._perturb_dense(out[:, window], theta[window], part, low)
+            elif isinstance(sigma, torch.Tensor):
+                raise ValueError("Noise of low rank takes one sigma for all parameters, not one per parameter.")
+            else:
+                self._perturb_low_rank(out[:, window], theta[window], sigma, low, matrix)
+        return out
+
+    def _perturb_dense(self, out: torch.Tensor, theta: torch.Tensor, sigma: float | torch.Tensor, start: int) -> None:
+        place = home(self.device)
+        scale = significant(sigma, self.field.unit(None), theta)
+        whole = torch.empty(out.shape, dtype=out.dtype, device=place)
+        if place == out.device and out.is_contiguous():
+            whole = out
+        arrays = (raw(whole), raw(theta.contiguous().to(place)), raw(scale.to(place)), on(self.signs, place))
+        address = self._address(self.addresses, (start, start + theta.numel()), Stream.DENSE, place)
+        kernels_of(place).perturb(*arrays, address, VALUES[self.field.kind].reading)
+        if whole is not out:
+            out.copy_(whole)
+
+    def _perturb_low_rank(
+        self, out: torch.Tensor, theta: torch.Tensor, sigma: float, start: int, matrix: Matrix
+    ) -> None:
+        rows, skip = rows_of(matrix, start, start + theta.numel())
+        scale = significant(sigma, self.field.unit(matrix), theta)
+        for i in range(self.members.size):
+            one = Noise(self.field, self.members[i : i + 1], self.generation, self.device)
+            a, b = one.factors(matrix, rows)
+            product = a[0].to(theta.dtype) @ b[0].to(theta.dtype).T  # small integers: exact in any order
+            out[i] = theta + product.view(-1)[skip : skip + theta.numel()] * scale
+
+    # Accumulating
+
+    def accumulate(self, weights: Integers, span: Span, power: Literal[1, 2] = 1) -> torch.Tensor:
+        """The exact sum over members of ``w_i eps_ik`` or, for power 2, of ``w_i (eps_ik^2 - variance)``; dense noise.
+
+        The result is int32 where no sum can leave it, else int64, by the bound that the weights themselves give.
+        """
+        values = VALUES[self.field.kind]
+        limit = values.limit if power == 1 else max(values.limit**2 - values.variance, values.variance)
+        addresses, folded = self._fold(weights, power)
+        bound = sum(map(abs, folded.tolist())) * limit
+        if bound >= 2**63:
+            raise ValueError(
+                f"The weights are too large: their sum could reach {bound}, and 64-bit integers end at 2^63."
+            )
+        place = home(self.device)
+
+        def in_32_bits(some: slice, weights: NDArray[np.int64]) -> torch.Tensor:
+            address = self._address(addresses[some], span, Stream.DENSE, place)
+            sums = torch.empty(span[1] - span[0], dtype=torch.int32, device=place)
+            weight = on(weights[some].astype(np.int32), place)
+            kernels_of(place).accumulate(
+                raw(sums), weight, address, values.reading, values.variance if power == 2 else 0
+            )
+            return sums
+
+        def in_64_bits(weights: NDArray[np.int64]) -> torch.Tensor:
+            if int(abs(weights).max()) * limit >= 2**31:  # a single member may leave 32 bits: cut the weights in two
+                return (in_64_bits(weights >> 20) << 20) + in_64_bits(weights & ((1 << 20) - 1))
+            return torch.stack([in_32_bits(some, weights).long() for some in chunks(weights, limit)]).sum(0)
+
+        return (in_32_bits(slice(None), folded) if bound < 2**31 else in_64_bits(folded)).to(self.device)
+
+    def accumulate_low_rank(self, weights: Integers, matrix: Matrix, rows: Span | None = None) -> torch.Tensor:
+        """The exact sum over members of ``w_i A_i B_i^T``, integers in float64: (rows, columns)."""
+        addresses, folded = self._fold(weights, power=1)
+        bound = sum(map(abs, folded.tolist())) * VALUES[self.field.kind].limit ** 2 * matrix.rank
+        if bound >= 2**53:
+            raise ValueError(
+                f"The weights are too large: their sum could reach {bound}, and float64 is exact below 2^53."
+            )
+        low, high = rows or (0, matrix.rows)
+        out = torch.zeros(high - low, matrix.columns, dtype=torch.float64, device=self.device)
+        plain = Field(self.field.seed, self.field.kind)  # signs are folded into the weights
+        step = max(1, SCRATCH // (matrix.rank * (high - low + matrix.columns)))
+        for i in range(0, addresses.size, step):
+            a, b = plain.members(addresses[i : i + step], self.generation, self.device).factors(matrix, (low, high))
+            weight = torch.from_numpy(folded[i : i + step]).to(self.device, torch.float64)[:, None, None]
+            a, b = a.to(torch.float64) * weight, b.to(torch.float64)  # (m, R, r), (m, C, r)
+            out.addmm_(a.transpose(0, 1).flatten(1), b.transpose(1, 2).flatten(0, 1))
+        return out
+
+    def weighted_sum(self, weights: Integers, span: Span, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The sum over members of ``w_i z_ik`` for any span of parameters, dense or low-rank.
+
+        Exact until one rounding to ``dtype``, then one multiplication: the same bits however the span is cut.
+        """
+        out = torch.empty(span[1] - span[0], dtype=dtype, device=self.device)
+        for low, high, matrix in self.field.pieces(*span):
+            if matrix is None:
+                total = self.accumulate(weights, (low, high))
+            else:
+                rows, skip = rows_of(matrix, low, high)
+                total = self.accumulate_low_rank(weights, matrix, rows).view(-1)[skip : skip + high - low]
+            out[low - span[0] : high - span[0]] = total.to(dtype) * rounded(self.field.unit(matrix), dtype)
+        return out
+
+    # Addresses
+
+    def _fold(self, weights: Integers, power: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each address once, with the weights of its members summed (signed for power 1), without the zeros."""
+        given = np.asarray(weights)
+        if given.shape != self.members.shape or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(
+                f"Weights must be whole numbers, one per member: got {given.dtype} of shape {given.shape}."
+            )
+        addresses, where = np.unique(self.addresses, return_inverse=True)
+        folded = np.zeros(addresses.size, np.int64)
+        np.add.at(folded, where, given.astype(np.int64) * (self.signs if power == 1 else 1))
+        return addresses[folded != 0], folded[folded != 0]
+
+    def _fill(
+        self, reading: Reading, dtype: torch.dtype, addresses: NDArray[np.int64], span: Span, stream: Stream
+    ) -> torch.Tensor:
+        place = home(self.device)
+        address = self._address(addresses, span, stream, place)
+        out = torch.empty((addresses.size, span[1] - span[0]), dtype=dtype, device=place)
+        kernels_of(place).fill(raw(out), address, reading)
+        return out.to(self.device)
+
+    def _address(self, addresses: NDArray[np.int64], span: Span, stream: Stream, place: torch.device) -> Address:
+        start, stop = span
+        if not 0 <= start <= stop <= PARAMETERS:
+            raise ValueError(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
+        return Address(self.field.seed, int(stream), self.generation, on(addresses, place), start)
+
+
+def significant(sigma: float | torch.Tensor, factor: float, like: torch.Tensor) -> torch.Tensor:
+    """sigma * factor with 20 significant bits, in like's dtype and on its device: a number is rounded, a vector cut."""
+    if not isinstance(sigma, torch.Tensor):
+        if not math.isfinite(sigma):
+            raise ValueError(f"Sigma must be a finite number, not {sigma}.")
+        mantissa, exponent = math.frexp(sigma * factor)
+        value = math.ldexp(round(math.ldexp(mantissa, SIGNIFICANT)), exponent - SIGNIFICANT)
+        return torch.tensor([value], dtype=like.dtype, device=like.device)
+    scaled = sigma.to(like.dtype) * rounded(factor, like.dtype)
+    bits, drop = (torch.int32, 24 - SIGNIFICANT) if like.dtype == torch.float32 else (torch.int64, 53 - SIGNIFICANT)
+    return (scaled.view(bits) & -(1 << drop)).view(like.dtype)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """A scalar as an array of this dtype would hold it: rounded once, whatever device multiplies by it."""
+    return float(np.float32(value)) if dtype == torch.float32 else value
+
+
+def rows_of(matrix: Matrix, low: int, high: int) -> tuple[Span, int]:
+    """The rows of a matrix that hold the places low:high of theta, and how many elements of the first row to skip."""
+    first = (low - matrix.start) // matrix.columns
+    last = -(-(high - matrix.start) // matrix.columns)
+    return (first, last), low - matrix.start - first * matrix.columns
+
+
+def chunks(weights: NDArray[np.int64], limit: int) -> Iterator[slice]:
+    """Runs of members, each with a sum that stays in 32 bits."""
+    begin, total = 0, 0
+    for i, weight in enumerate(weights.tolist()):
+        total += abs(weight) * limit
+        if total >= 2**31:
+            yield slice(begin, i)
+            begin, total = i, abs(weight) * limit
+    yield slice(begin, len(weights))
+
+
+def numbers_of(members: Integers) -> NDArray[np.int64]:
+    numbers = np.asarray(members)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ValueError(f"Members must be a list of whole numbers, not {numbers.dtype} of shape {numbers.shape}.")
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= WORD):
+        raise ValueError(f"Member numbers must be from 0 to 2^32 - 1: got {numbers.min()} to {numbers.max()}.")
+    return numbers.astype(np.int64)
+
+
+def check(name: str, value: int, bound: int) -> None:
+    if not isinstance(value, int) or not 0 <= value < bound:
+        raise ValueError(f"The {name} must be a whole number from 0 to 2^{bound.bit_length() - 1} - 1, not {value!r}.")

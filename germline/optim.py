@@ -1,0 +1,130 @@
+"""Element-wise optimisers and an exponential with a written order of operations: the same bits on CPU and CUDA.
+
+Only operations whose result IEEE 754 fixes are used, each as its own step: ``+ - *`` of tensors and of scalars that fit
+the tensor's type, tensor / tensor, comparisons, conversions, and a correctly rounded square root (on the CPU torch's is
+not). Scalars are computed in Python's float64 and rounded once. Every function may be given any span of columns.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from germline.noise import rounded
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What an optimiser remembers between steps; arrays have one element per parameter."""
+
+    first: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+    power1: float = 1.0  # beta1^t and beta2^t, as running products
+    power2: float = 1.0
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Gradient descent, with momentum if asked for; weight decay is decoupled.
+
+    theta <- theta - theta (rate decay);  m <- m momentum + g;  theta <- theta - m rate
+
+    >>> theta, _ = SGD().step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)
+    >>> theta.tolist()
+    [0.75, 2.5]
+    """
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def init(self, theta: torch.Tensor) -> Moments:
+        return Moments(first=torch.zeros_like(theta)) if self.momentum else Moments()
+
+    def step(
+        self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
+    ) -> tuple[torch.Tensor, Moments]:
+        theta = decay(theta, rate * self.weight_decay)
+        if moments.first is not None:
+            gradient = moments.first * rounded(self.momentum, theta.dtype) + gradient
+            moments = Moments(first=gradient)
+        return theta - gradient * rounded(rate, theta.dtype), moments
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma, Ba 2015) with decoupled weight decay (Loshchilov, Hutter 2019).
+
+    theta <- theta - theta (rate decay);  m <- m beta1 + g (1 - beta1);  v <- v beta2 + (g g) (1 - beta2);
+    theta <- theta - (m (rate / (1 - beta1^t))) / (sqrt(v) (1 / sqrt(1 - beta2^t)) + eps)
+
+    >>> theta = torch.zeros(2)
+    >>> theta, _ = Adam().step(theta, torch.tensor([3.0, -4.0]), Adam().init(theta), rate=0.5)
+    >>> [round(x, 6) for x in theta.tolist()]
+    [-0.5, 0.5]
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def init(self, theta: torch.Tensor) -> Moments:
+        return Moments(first=torch.zeros_like(theta), second=torch.zeros_like(theta))
+
+    def step(
+        self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
+    ) -> tuple[torch.Tensor, Moments]:
+        assert moments.first is not None
+        assert moments.second is not None
+        dtype = theta.dtype
+        theta = decay(theta, rate * self.weight_decay)
+        first = moments.first * rounded(self.beta1, dtype) + gradient * rounded(1 - self.beta1, dtype)
+        second = moments.second * rounded(self.beta2, dtype) + (gradient * gradient) * rounded(1 - self.beta2, dtype)
+        power1, power2 = moments.power1 * self.beta1, moments.power2 * self.beta2
+        step = first * rounded(rate / (1 - power1), dtype)
+        scale = square_root(second) * rounded(1 / math.sqrt(1 - power2), dtype) + rounded(self.eps, dtype)
+        return theta - step / scale, Moments(first, second, power1, power2)
+
+
+Optimiser = SGD | Adam
+
+
+def decay(theta: torch.Tensor, amount: float) -> torch.Tensor:
+    return theta - theta * rounded(amount, theta.dtype) if amount else theta
+
+
+def square_root(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded on every device: torch's own is, on CUDA."""
+    if x.device.type == "cuda":
+        return torch.sqrt(x)
+    return torch.from_numpy(np.sqrt(x.cpu().numpy())).to(x.device)
+
+
+def exponential(x: torch.Tensor) -> torch.Tensor:
+    """e^x for float32 and float64 by a fixed sequence of safe operations, within a few units in the last place.
+
+    Arguments are clamped to where the result is a normal number. x = n ln 2 + r; 2^n is built from its bits, e^r is
+    Taylor's polynomial by Horner's rule.
+
+    >>> exponential(torch.tensor([0.0, 1.0])).tolist()
+    [1.0, 2.7182817459106445]
+    """
+    single = x.dtype == torch.float32
+    low, high, degree = (-87.0, 88.0, 7) if single else (-708.0, 709.0, 13)
+    # ln 2 in two parts, the first with so few bits that n times it is exact
+    ln2_high, ln2_low = (
+        (0.693359375, -2.12194440e-4) if single else (6.93147180369123816490e-01, 1.90821492927058770002e-10)
+    )
+    to_integer = 1.5 * 2.0**23 if single else 1.5 * 2.0**52  # adding it rounds to an integer
+    x = torch.clamp(x, low, high)
+    n = (x * rounded(1.4426950408889634, x.dtype) + to_integer) - to_integer
+    r = (x - n * rounded(ln2_high, x.dtype)) - n * rounded(ln2_low, x.dtype)
+    p = torch.full_like(x, rounded(1 / math.factorial(degree), x.dtype))
+    for k in range(degree - 1, -1, -1):
+        p = p * r + rounded(1 / math.factorial(k), x.dtype)
+    bits, bias, shift = (torch.int32, 127, 23) if single else (torch.int64, 1023, 52)
+    return p * ((n.to(bits) + bias) << shift).view(x.dtype)
+
+
+__all__ = ["SGD", "Adam", "Moments", "Optimiser", "exponential", "square_root"]

@@ -1,0 +1,157 @@
+"""The three implementations of the field agree bit for bit, and with a definition in plain Python integers."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from germline.kernels import Address, Reading, cpu, cuda, reference
+
+Array = NDArray[Any]
+GPU = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")  # the CPU: Triton's interpreter
+SEED = 0xF123456789ABCDEF
+MEMBERS = np.array([0, 5, 2**32 - 1])
+SPANS = [  # first parameter, how many
+    (0, 0),
+    (0, 1),
+    (5, 0),
+    (1023, 1),
+    (1023, 2),
+    (1, 1023),
+    (1024, 1024),
+    (777, 2000),
+    (2**31 - 3, 7),
+    (2**35 - 5, 5),
+]
+spans = pytest.mark.parametrize("span", SPANS, ids=str)
+both = pytest.mark.parametrize("kernels", [cpu, cuda], ids=["cpu", "cuda"])
+
+
+def half(k: int, member: int, generation: int, stream: int) -> int:
+    """The design's words, one parameter at a time."""
+    counter, key = [128 * (k // 1024) + k % 128, member, generation, stream], [SEED % 2**32, SEED >> 32]
+    for _ in range(7):
+        low, high = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [high >> 32 ^ counter[1] ^ key[0], high % 2**32, low >> 32 ^ counter[3] ^ key[1], low % 2**32]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    lane = k % 1024 // 128
+    return counter[lane // 2] >> 16 * (lane % 2) & 0xFFFF
+
+
+def eps(k: int, member: int, generation: int, stream: int, reading: Reading) -> int:
+    h = half(k, member, generation, stream)
+    return {
+        Reading.POPCOUNT: h.bit_count() - 8,
+        Reading.SIGN: -1 if h & 1 else 1,
+        Reading.UNIFORM: 2 * (h & 15) - 15,
+        Reading.HALF: h,
+    }[reading]
+
+
+def address(start: int, generation: int = 2**32 - 1, stream: int = 3) -> Address:
+    return Address(SEED, stream, generation, MEMBERS, start)
+
+
+def call(kernels: ModuleType, name: str, out: Array, *arguments: Any) -> Array:
+    """Runs one kernel on copies; ``out`` is filled with rubbish first, so that what is not written shows."""
+    result = np.full_like(out, 77)
+    if kernels is not cuda:
+        getattr(kernels, name)(result, *arguments)
+        return result
+    device_result = torch.from_numpy(result).to(GPU)
+
+    def there(x: Any) -> Any:
+        if isinstance(x, Address):
+            return x._replace(members=torch.from_numpy(x.members).to(GPU))
+        return torch.from_numpy(x).to(GPU) if isinstance(x, np.ndarray) else x
+
+    getattr(cuda, name)(device_result, *map(there, arguments))
+    return device_result.cpu().numpy()
+
+
+@pytest.mark.parametrize("reading", Reading, ids=lambda r: r.name.lower())
+@spans
+def test_reference_is_the_definition(span: tuple[int, int], reading: Reading) -> None:
+    start, count = span
+    got = call(reference, "fill", np.empty((3, count), np.int64), address(start), reading)
+    for row, member in zip(got, MEMBERS, strict=True):
+        for k in {0, count // 2, count - 1} if count else set():
+            assert row[k] == eps(start + k, int(member), 2**32 - 1, 3, reading)
+
+
+@both
+@pytest.mark.parametrize("reading", Reading, ids=lambda r: r.name.lower())
+@spans
+def test_fill(kernels: ModuleType, span: tuple[int, int], reading: Reading) -> None:
+    start, count = span
+    out = np.empty((3, count), np.int32 if reading == Reading.HALF else np.int8)
+    arguments = (address(start), reading)
+    assert np.array_equal(call(kernels, "fill", out, *arguments), call(reference, "fill", out, *arguments))
+
+
+@both
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("vector", [False, True], ids=["one sigma", "sigma per parameter"])
+@spans
+def test_perturb(kernels: ModuleType, span: tuple[int, int], vector: bool, dtype: type) -> None:
+    start, count = span
+    random = np.random.default_rng(count)
+    theta: Array = random.standard_normal(count).astype(dtype)
+    scale: Array = (random.random(count) if vector else np.array([0.1])).astype(dtype)  # all bits: products are rounded
+    arguments = (theta, scale, np.array([1, -1, -1], np.int8), address(start), Reading.POPCOUNT)
+    out: Array = np.empty((3, count), dtype)
+    assert np.array_equal(call(kernels, "perturb", out, *arguments), call(reference, "perturb", out, *arguments))
+
+
+@both
+@pytest.mark.parametrize("centre", [0, 4], ids=["eps", "eps squared - 4"])
+@spans
+def test_accumulate(kernels: ModuleType, span: tuple[int, int], centre: int) -> None:
+    start, count = span
+    weights = np.array([3, -7_000_000, 20_000_000], np.int32)
+    arguments = (weights, address(start), Reading.POPCOUNT, centre)
+    out = np.empty(count, np.int32)
+    assert np.array_equal(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
+
+
+@both
+def test_accumulate_over_many_members(kernels: ModuleType) -> None:
+    """More members than one program takes: on CUDA the sum is split over members too."""
+    weights = np.arange(-50, 51, dtype=np.int32)
+    arguments = (weights, Address(SEED, 0, 1, np.arange(101), 1000), Reading.POPCOUNT, 0)
+    out = np.empty(300, np.int32)
+    assert np.array_equal(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
+
+
+@both
+def test_accumulate_over_no_members(kernels: ModuleType) -> None:
+    none = Address(SEED, 0, 0, np.arange(0), 0)
+    assert not call(
+        kernels, "accumulate", np.empty(5, np.int32), np.empty(0, np.int32), none, Reading.POPCOUNT, 0
+    ).any()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_threads_change_nothing(threads: int) -> None:
+    count, members = 200_000, np.arange(3)
+    weights, theta = np.array([5, -6, 7], np.int32), np.linspace(-1, 1, count, dtype=np.float32)
+    where, signs = Address(SEED, 0, 9, members, 500), np.ones(3, np.int8)
+    before = torch.get_num_threads()
+
+    def results() -> list[Array]:
+        return [
+            call(cpu, "fill", np.empty((3, count), np.int8), where, Reading.POPCOUNT),
+            call(cpu, "perturb", np.empty((3, count), np.float32), theta, theta[:1], signs, where, Reading.POPCOUNT),
+            call(cpu, "accumulate", np.empty(count, np.int32), weights, where, Reading.POPCOUNT, 0),
+        ]
+
+    try:
+        torch.set_num_threads(1)
+        alone = results()
+        torch.set_num_threads(threads)
+        assert all(np.array_equal(a, b) for a, b in zip(alone, results(), strict=True))
+    finally:
+        torch.set_num_threads(before)
