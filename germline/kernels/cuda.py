@@ -184,7 +184,8 @@ def perturb(
     if rows and count:
         grid = (_tiles(address.start, count), rows)
         arguments: tuple[Any, ...] = (out, theta, scale, signs, address.members, *_field(address, count))
-        _perturb[grid](*arguments, VECTOR=scale.numel() > 1, READING=int(reading), num_warps=WARPS, enable_fp_fusion=False)
+        options = {"num_warps": WARPS, "enable_fp_fusion": False}
+        _perturb[grid](*arguments, VECTOR=scale.numel() > 1, READING=int(reading), **options)
 
 
 def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, centre: int) -> None:
