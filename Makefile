@@ -22,7 +22,7 @@ check: $(installed)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	.venv/bin/lint-imports
+	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()"
 
 format: $(installed)
 	$(PYTHON) -m ruff check --fix .

@@ -10,10 +10,12 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
+
+from germline.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -49,26 +51,22 @@ class Genome:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Genome":
-        tied: dict[object, list[str]] = {}
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        for name, parameter in parameters.items():
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
                 continue
             if nn.parameter.is_lazy(parameter):
-                raise ValueError(
-                    f"Parameter {name} has no shape yet: run the module once on a batch before training it."
-                )
+                raise BadInput(f"Parameter {name} has no shape yet: run the module once on a batch before training it.")
             if not parameter.dtype.is_floating_point:
-                raise ValueError(
+                raise BadInput(
                     f"Parameter {name} is {parameter.dtype}; only real floating-point parameters can be trained."
                 )
-            tied.setdefault(identity(parameter), []).append(name)
-        if not tied:
-            raise ValueError("The module has no trainable parameters: every parameter is frozen, or there are none.")
-        refuse_overlaps({names[0]: parameters[names[0]] for names in tied.values()})
+            names.setdefault(parameter, []).append(name)
+        if not names:
+            raise BadInput("The module has no trainable parameters: every parameter is frozen, or there are none.")
+        refuse_shared_memory(module)
         slots: list[Slot] = []
-        for name, *aliases in tied.values():
-            p = parameters[name]
+        for p, (name, *aliases) in names.items():
             slots.append(Slot(name, tuple(p.shape), p.dtype, slots[-1].stop if slots else 0, tuple(aliases)))
         return cls(tuple(slots))
 
@@ -87,9 +85,21 @@ class Genome:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for two modules exactly when a theta of one is a theta of the other."""
-        layout = [[s.name, list(s.shape), str(s.dtype), list(s.aliases)] for s in self.slots]
+        """The same for two modules when a theta of one is a theta of the other; 16-bit types do not matter to it."""
+        layout = [str(self.dtype), *([s.name, list(s.shape), list(s.aliases)] for s in self.slots)]
         return hashlib.sha256(json.dumps(layout, separators=(",", ":")).encode()).hexdigest()
+
+    def described(self) -> list[list[Any]]:
+        """The layout as JSON."""
+        return [[s.name, list(s.shape), str(s.dtype), list(s.aliases)] for s in self.slots]
+
+    @classmethod
+    def from_description(cls, described: list[list[Any]]) -> "Genome":
+        slots: list[Slot] = []
+        for name, shape, dtype, aliases in described:
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            slots.append(Slot(name, tuple(shape), kind, slots[-1].stop if slots else 0, tuple(aliases)))
+        return cls(tuple(slots))
 
     def read(self, module: nn.Module, device: torch.device | str | None = None) -> torch.Tensor:
         """The module's weights as a new theta, by default on the device of its first parameter."""
@@ -112,7 +122,7 @@ class Genome:
         They are views of theta wherever the parameter has theta's dtype. Theta may have leading dimensions (members).
         """
         if theta.shape[-1:] != (self.size,):
-            raise ValueError(
+            raise BadInput(
                 f"Theta has shape {tuple(theta.shape)}, but the module has {self.size} trainable parameters."
             )
         named = {}
@@ -124,35 +134,31 @@ class Genome:
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters behind the slots, or a sentence that names the first difference."""
         other = Genome.of(module)
-        if other != self:
+        if other.fingerprint != self.fingerprint:
             for mine, theirs in zip(self.slots, other.slots, strict=False):
-                if mine != theirs:
-                    raise ValueError(f"The module does not fit this genome: expected {mine}, found {theirs}.")
-            counts = f"{len(self.slots)} parameters, found {len(other.slots)}"
-            raise ValueError(f"The module does not fit this genome: expected {counts}.")
+                if (mine.name, mine.shape, mine.aliases) != (theirs.name, theirs.shape, theirs.aliases):
+                    raise BadInput(f"The module does not fit this genome: expected {mine}, found {theirs}.")
+            counts = f"{len(self.slots)} parameters of {self.dtype}, found {len(other.slots)} of {other.dtype}"
+            raise BadInput(f"The module does not fit this genome: expected {counts}.")
         named = dict(module.named_parameters(remove_duplicate=False))
         return [named[slot.name] for slot in self.slots]
 
 
-def identity(parameter: nn.Parameter) -> object:
-    """Equal for one Parameter under two names, and for two Parameters over the same memory."""
-    if parameter.is_meta or not parameter.numel():
-        return id(parameter)
-    return parameter.device, parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride()
-
-
-def refuse_overlaps(parameters: dict[str, nn.Parameter]) -> None:
-    """Two different windows on the same memory cannot both be written."""
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Weights are tied by being one Parameter: a tie that rests on shared memory is lost when a module is copied."""
     ranges = []
-    for name, p in parameters.items():
-        if p.numel() and not p.is_meta:
-            extent = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
-            ranges.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
-    ranges.sort()
-    for (device, _, stop, name), (other_device, start, _, other) in pairwise(ranges):
-        if device == other_device and start < stop:
-            message = f"Parameters {name} and {other} overlap in memory without being the same tensor: "
-            raise ValueError(message + "tie weights by assigning one Parameter to both modules.")
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta or not tensor.numel():
+            continue
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        stop = tensor.data_ptr() + extent * tensor.element_size()
+        ranges.append((str(tensor.device), tensor.data_ptr(), stop, name, tensor.requires_grad))
+    furthest = ("", 0, 0, "", False)
+    for here in sorted(ranges):
+        if here[0] == furthest[0] and here[1] < furthest[2] and (here[4] or furthest[4]):
+            message = f"{furthest[3]} and {here[3]} lie in the same memory but are two tensors: "
+            raise BadInput(message + "tie weights by assigning one Parameter to both modules, or clone one of them.")
+        furthest = max(furthest, here, key=lambda r: (r[0], r[2]))
 
 
 def theta_sha256(theta: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ integers it is made of are so small that sums weighted by integers are exact in 
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from germline.errors import BadInput
 from germline.kernels import Address, Reading, home, kernels_of, on, raw, reference
 
 VERSION = 1  # of the field; stands in every journal's header
@@ -82,13 +84,13 @@ def low_rank(shapes: Sequence[Sequence[int]], rank: int | Sequence[int | None] |
     """
     ranks = list(rank) if isinstance(rank, Sequence) else [rank] * len(shapes)
     if len(ranks) != len(shapes):
-        raise ValueError(
+        raise BadInput(
             f"There are {len(shapes)} parameters but {len(ranks)} ranks: give one rank, or one per parameter."
         )
     matrices, start, address = [], 0, 0
     for shape, r in zip(shapes, ranks, strict=True):
         if r is not None and r < 1:
-            raise ValueError(f"The rank of low-rank noise must be 1 or more (or None for dense noise), not {r}.")
+            raise BadInput(f"The rank of low-rank noise must be 1 or more (or None for dense noise), not {r}.")
         size = math.prod(shape)
         if r is not None and len(shape) > 1 and size and r * (shape[0] + size // shape[0]) < size:
             matrices.append(Matrix(start, shape[0], size // shape[0], r, address))
@@ -119,13 +121,13 @@ class Field:
     matrices: tuple[Matrix, ...] = ()
 
     def __post_init__(self) -> None:
-        check("seed", self.seed, 1 << 64)
+        whole_number("seed", self.seed, 1 << 64)
         if self.kind not in VALUES:
-            raise ValueError(f"There is no noise of kind {self.kind!r}: choose one of {', '.join(VALUES)}.")
+            raise BadInput(f"There is no noise of kind {self.kind!r}: choose one of {', '.join(VALUES)}.")
 
     def members(self, members: Integers, generation: int, device: torch.device | str = "cpu") -> "Noise":
         """The noise of some members in one generation, to be used on ``device``."""
-        return Noise(self, numbers_of(members), generation, torch.device(device))
+        return Noise(self, numbers_of(members), whole_number("generation", generation, WORD), indexed(device))
 
     def below(self, bound: int, count: int, generation: int, stream: Stream, *, member: int = 0) -> NDArray[np.int64]:
         """``count`` integers from 0 to bound - 1, on the host; even to one part in 2^32 / bound.
@@ -134,7 +136,7 @@ class Field:
         [3, 1, 3, 7, 4, 0, 9, 3]
         """
         if not 1 <= bound <= WORD:
-            raise ValueError(f"Integers below {bound} cannot be drawn: the bound must be from 1 to 2^32.")
+            raise BadInput(f"Integers below {bound} cannot be drawn: the bound must be from 1 to 2^32.")
         words = self.members([member], generation).words(count, stream)
         return (words * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
 
@@ -178,7 +180,6 @@ class Noise:
     signs: NDArray[np.int8] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        check("generation", self.generation, WORD)
         mirrored = self.field.mirrored
         object.__setattr__(self, "addresses", self.members >> 1 if mirrored else self.members)
         object.__setattr__(
@@ -189,15 +190,16 @@ class Noise:
 
     def integers(self, span: Span, stream: Stream = Stream.DENSE) -> torch.Tensor:
         """eps, the integers behind the noise: int8, (members, parameters)."""
+        self._refuse_matrices(span, stream)
         eps = self._fill(VALUES[self.field.kind].reading, torch.int8, self.addresses, span, stream)
         return eps.mul_(torch.from_numpy(self.signs).to(self.device)[:, None]) if self.field.mirrored else eps
 
     def halves(self, span: Span, stream: Stream) -> torch.Tensor:
-        """Uniform integers from 0 to 65535, one per member and parameter: int32, (members, parameters)."""
+        """Uniform integers from 0 to 65535, one per member (mirrored or not) and parameter: int32."""
         return self._fill(Reading.HALF, torch.int32, self.members, span, stream)
 
     def bits(self, span: Span, stream: Stream) -> torch.Tensor:
-        """Fair coins, one per member and parameter: bool, (members, parameters)."""
+        """Fair coins, one per member (mirrored or not) and parameter: bool."""
         return (self.halves(span, stream) & 1).bool()
 
     def words(self, count: int, stream: Stream) -> NDArray[np.uint64]:
@@ -212,7 +214,8 @@ class Noise:
         a = self.integers((matrix.address + low * matrix.rank, matrix.address + high * matrix.rank), Stream.LOW_RANK)
         span = (middle, middle + matrix.columns * matrix.rank)
         b = self._fill(VALUES[self.field.kind].reading, torch.int8, self.addresses, span, Stream.LOW_RANK)
-        return a.view(-1, high - low, matrix.rank), b.view(-1, matrix.columns, matrix.rank)
+        shape_a, shape_b = (high - low, matrix.rank), (matrix.columns, matrix.rank)
+        return a.view(self.members.size, *shape_a), b.view(self.members.size, *shape_b)
 
     # Perturbing
 
@@ -226,23 +229,26 @@ class Noise:
         """
         if theta.dim() != 1 or theta.dtype not in (torch.float32, torch.float64):
             what = f"{theta.dtype} of shape {tuple(theta.shape)}"
-            raise ValueError(f"Parameters must be a float32 or float64 vector, not {what}.")
+            raise BadInput(f"Parameters must be a float32 or float64 vector, not {what}.")
         if isinstance(sigma, torch.Tensor) and sigma.shape != theta.shape:
-            raise ValueError(
+            raise BadInput(
                 f"Sigma must be a number or one per parameter: {tuple(theta.shape)}, not {tuple(sigma.shape)}."
             )
+        if theta.device != self.device:
+            raise BadInput(f"The parameters are on {theta.device}, but this noise is for {self.device}.")
+        theta = theta.detach()
         shape = (self.members.size, theta.numel())
         if out is None:
             out = theta.new_empty(shape)
         elif out.shape != shape or out.dtype != theta.dtype or out.device != theta.device:
-            raise ValueError(f"The buffer for perturbed parameters must be {theta.dtype}, {shape}, on {theta.device}.")
+            raise BadInput(f"The buffer for perturbed parameters must be {theta.dtype}, {shape}, on {theta.device}.")
         for low, high, matrix in self.field.pieces(start, start + theta.numel()):
             window = slice(low - start, high - start)
             if matrix is None:
                 part = sigma[window] if isinstance(sigma, torch.Tensor) else sigma
                 self._perturb_dense(out[:, window], theta[window], part, low)
             elif isinstance(sigma, torch.Tensor):
-                raise ValueError("Noise of low rank takes one sigma for all parameters, not one per parameter.")
+                raise BadInput("Noise of low rank takes one sigma for all parameters, not one per parameter.")
             else:
                 self._perturb_low_rank(out[:, window], theta[window], sigma, low, matrix)
         return out
@@ -250,9 +256,8 @@ class Noise:
     def _perturb_dense(self, out: torch.Tensor, theta: torch.Tensor, sigma: float | torch.Tensor, start: int) -> None:
         place = home(self.device)
         scale = significant(sigma, self.field.unit(None), theta)
-        whole = torch.empty(out.shape, dtype=out.dtype, device=place)
-        if place == out.device and out.is_contiguous():
-            whole = out
+        direct = place == out.device and out.is_contiguous()
+        whole = out if direct else torch.empty(out.shape, dtype=out.dtype, device=place)
         arrays = (raw(whole), raw(theta.contiguous().to(place)), raw(scale.to(place)), on(self.signs, place))
         address = self._address(self.addresses, (start, start + theta.numel()), Stream.DENSE, place)
         kernels_of(place).perturb(*arrays, address, VALUES[self.field.kind].reading)
@@ -267,7 +272,8 @@ class Noise:
         for i in range(self.members.size):
             one = Noise(self.field, self.members[i : i + 1], self.generation, self.device)
             a, b = one.factors(matrix, rows)
-            product = a[0].to(theta.dtype) @ b[0].to(theta.dtype).T  # small integers: exact in any order
+            # small integers: exact in any order, but for the sign of zeros, which adding 0 settles
+            product = a[0].to(theta.dtype) @ b[0].to(theta.dtype).T + 0.0
             out[i] = theta + product.view(-1)[skip : skip + theta.numel()] * scale
 
     # Accumulating
@@ -277,14 +283,12 @@ class Noise:
 
         The result is int32 where no sum can leave it, else int64, by the bound that the weights themselves give.
         """
+        if power not in (1, 2):
+            raise BadInput(f"Noise is summed at power 1 or 2, not {power}.")
+        self._refuse_matrices(span, Stream.DENSE)
         values = VALUES[self.field.kind]
         limit = values.limit if power == 1 else max(values.limit**2 - values.variance, values.variance)
-        addresses, folded = self._fold(weights, power)
-        bound = sum(map(abs, folded.tolist())) * limit
-        if bound >= 2**63:
-            raise ValueError(
-                f"The weights are too large: their sum could reach {bound}, and 64-bit integers end at 2^63."
-            )
+        addresses, folded, bound = self._fold(weights, power, limit, 2**63)
         place = home(self.device)
 
         def in_32_bits(some: slice, weights: NDArray[np.int64]) -> torch.Tensor:
@@ -297,27 +301,26 @@ class Noise:
             return sums
 
         def in_64_bits(weights: NDArray[np.int64]) -> torch.Tensor:
-            if int(abs(weights).max()) * limit >= 2**31:  # a single member may leave 32 bits: cut the weights in two
+            if (
+                int(abs(weights).max(initial=0)) * limit >= 2**31
+            ):  # a single member may leave 32 bits: cut the weights in two
                 return (in_64_bits(weights >> 20) << 20) + in_64_bits(weights & ((1 << 20) - 1))
             return torch.stack([in_32_bits(some, weights).long() for some in chunks(weights, limit)]).sum(0)
 
         return (in_32_bits(slice(None), folded) if bound < 2**31 else in_64_bits(folded)).to(self.device)
 
     def accumulate_low_rank(self, weights: Integers, matrix: Matrix, rows: Span | None = None) -> torch.Tensor:
-        """The exact sum over members of ``w_i A_i B_i^T``, integers in float64: (rows, columns)."""
-        addresses, folded = self._fold(weights, power=1)
-        bound = sum(map(abs, folded.tolist())) * VALUES[self.field.kind].limit ** 2 * matrix.rank
-        if bound >= 2**53:
-            raise ValueError(
-                f"The weights are too large: their sum could reach {bound}, and float64 is exact below 2^53."
-            )
+        """The exact sum over members of ``w_i A_i B_i^T``, integers in float64, where the noise is made."""
+        limit = VALUES[self.field.kind].limit ** 2 * matrix.rank
+        addresses, folded, _ = self._fold(weights, 1, limit, 2**53)
         low, high = rows or (0, matrix.rows)
-        out = torch.zeros(high - low, matrix.columns, dtype=torch.float64, device=self.device)
+        place = home(self.device)
+        out = torch.zeros(high - low, matrix.columns, dtype=torch.float64, device=place)
         plain = Field(self.field.seed, self.field.kind)  # signs are folded into the weights
         step = max(1, SCRATCH // (matrix.rank * (high - low + matrix.columns)))
         for i in range(0, addresses.size, step):
-            a, b = plain.members(addresses[i : i + step], self.generation, self.device).factors(matrix, (low, high))
-            weight = torch.from_numpy(folded[i : i + step]).to(self.device, torch.float64)[:, None, None]
+            a, b = plain.members(addresses[i : i + step], self.generation, place).factors(matrix, (low, high))
+            weight = torch.from_numpy(folded[i : i + step]).to(place, torch.float64)[:, None, None]
             a, b = a.to(torch.float64) * weight, b.to(torch.float64)  # (m, R, r), (m, C, r)
             out.addmm_(a.transpose(0, 1).flatten(1), b.transpose(1, 2).flatten(0, 1))
         return out
@@ -334,22 +337,37 @@ class Noise:
             else:
                 rows, skip = rows_of(matrix, low, high)
                 total = self.accumulate_low_rank(weights, matrix, rows).view(-1)[skip : skip + high - low]
-            out[low - span[0] : high - span[0]] = total.to(dtype) * rounded(self.field.unit(matrix), dtype)
+            out[low - span[0] : high - span[0]] = (total.to(dtype) * rounded(self.field.unit(matrix), dtype)).to(
+                self.device
+            )
         return out
 
     # Addresses
 
-    def _fold(self, weights: Integers, power: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each address once, with the weights of its members summed (signed for power 1), without the zeros."""
+    def _fold(
+        self, weights: Integers, power: int, limit: int, end: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Each address once, with the weights of its members summed (signed for power 1), without the zeros.
+
+        And what no sum of weighted noise of up to ``limit`` exceeds, which must stay below ``end``.
+        """
         given = np.asarray(weights)
         if given.shape != self.members.shape or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(
-                f"Weights must be whole numbers, one per member: got {given.dtype} of shape {given.shape}."
-            )
+            raise BadInput(f"Weights must be whole numbers, one per member: got {given.dtype} of shape {given.shape}.")
+        bound = sum(map(abs, given.tolist())) * limit
+        if bound >= end:
+            exact = f"2^{end.bit_length() - 1}"
+            raise BadInput(f"The weights are too large: sums could reach {bound} and are exact only below {exact}.")
         addresses, where = np.unique(self.addresses, return_inverse=True)
         folded = np.zeros(addresses.size, np.int64)
         np.add.at(folded, where, given.astype(np.int64) * (self.signs if power == 1 else 1))
-        return addresses[folded != 0], folded[folded != 0]
+        return addresses[folded != 0], folded[folded != 0], bound
+
+    def _refuse_matrices(self, span: Span, stream: Stream) -> None:
+        if stream == Stream.DENSE and any(matrix is not None for _, _, matrix in self.field.pieces(*span)):
+            raise BadInput(
+                f"The noise of the parameters {span[0]}:{span[1]} is of low rank: it has factors, not integers."
+            )
 
     def _fill(
         self, reading: Reading, dtype: torch.dtype, addresses: NDArray[np.int64], span: Span, stream: Stream
@@ -363,15 +381,15 @@ class Noise:
     def _address(self, addresses: NDArray[np.int64], span: Span, stream: Stream, place: torch.device) -> Address:
         start, stop = span
         if not 0 <= start <= stop <= PARAMETERS:
-            raise ValueError(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
+            raise BadInput(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
         return Address(self.field.seed, int(stream), self.generation, on(addresses, place), start)
 
 
 def significant(sigma: float | torch.Tensor, factor: float, like: torch.Tensor) -> torch.Tensor:
     """sigma * factor with 20 significant bits, in like's dtype and on its device: a number is rounded, a vector cut."""
     if not isinstance(sigma, torch.Tensor):
-        if not math.isfinite(sigma):
-            raise ValueError(f"Sigma must be a finite number, not {sigma}.")
+        if not abs(sigma) < 1e38:
+            raise BadInput(f"Sigma must be a finite number, not {sigma}.")
         mantissa, exponent = math.frexp(sigma * factor)
         value = math.ldexp(round(math.ldexp(mantissa, SIGNIFICANT)), exponent - SIGNIFICANT)
         return torch.tensor([value], dtype=like.dtype, device=like.device)
@@ -406,12 +424,19 @@ def chunks(weights: NDArray[np.int64], limit: int) -> Iterator[slice]:
 def numbers_of(members: Integers) -> NDArray[np.int64]:
     numbers = np.asarray(members)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
-        raise ValueError(f"Members must be a list of whole numbers, not {numbers.dtype} of shape {numbers.shape}.")
+        raise BadInput(f"Members must be a list of whole numbers, not {numbers.dtype} of shape {numbers.shape}.")
     if numbers.size and (numbers.min() < 0 or numbers.max() >= WORD):
-        raise ValueError(f"Member numbers must be from 0 to 2^32 - 1: got {numbers.min()} to {numbers.max()}.")
+        raise BadInput(f"Member numbers must be from 0 to 2^32 - 1: got {numbers.min()} to {numbers.max()}.")
     return numbers.astype(np.int64)
 
 
-def check(name: str, value: int, bound: int) -> None:
-    if not isinstance(value, int) or not 0 <= value < bound:
-        raise ValueError(f"The {name} must be a whole number from 0 to 2^{bound.bit_length() - 1} - 1, not {value!r}.")
+def whole_number(name: str, value: Any, bound: int) -> int:
+    if not hasattr(value, "__index__") or not 0 <= operator.index(value) < bound:
+        raise BadInput(f"The {name} must be a whole number from 0 to 2^{bound.bit_length() - 1} - 1, not {value!r}.")
+    return operator.index(value)
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """cuda is the current card: cuda:N, as tensors call it."""
+    device = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device

@@ -6,7 +6,9 @@ not). Scalars are computed in Python's float64 and rounded once. Every function 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ class Moments:
     second: torch.Tensor | None = None
     power1: float = 1.0  # beta1^t and beta2^t, as running products
     power2: float = 1.0
+    foreign: dict[str, Any] = field(default_factory=dict)  # the state of a torch.optim optimiser and its scheduler
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class SGD:
         self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
     ) -> tuple[torch.Tensor, Moments]:
         theta = decay(theta, rate * self.weight_decay)
-        if moments.first is not None:
+        if self.momentum:
+            assert moments.first is not None, "momentum needs the moments that init gives"
             gradient = moments.first * rounded(self.momentum, theta.dtype) + gradient
             moments = Moments(first=gradient)
         return theta - gradient * rounded(rate, theta.dtype), moments
@@ -75,7 +79,7 @@ class Adam:
     def step(
         self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
     ) -> tuple[torch.Tensor, Moments]:
-        assert moments.first is not None
+        assert moments.first is not None, "Adam needs the moments that init gives"
         assert moments.second is not None
         dtype = theta.dtype
         theta = decay(theta, rate * self.weight_decay)
@@ -87,7 +91,58 @@ class Adam:
         return theta - step / scale, Moments(first, second, power1, power2)
 
 
-Optimiser = SGD | Adam
+@dataclass(frozen=True)
+class TorchOptimiser:
+    """Any ``torch.optim`` optimiser, and a scheduler of its learning rate if wanted, given by the functions that make them.
+
+    Without a scheduler the learning rate is the strategy's own. The step is torch's: the same bits on one kind of device.
+
+    >>> optimiser = TorchOptimiser(lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    >>> theta, _ = optimiser.step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)
+    >>> theta.tolist()
+    [0.75, 2.5]
+    """
+
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+
+    def init(self, theta: torch.Tensor) -> Moments:
+        return Moments()
+
+    def step(
+        self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
+    ) -> tuple[torch.Tensor, Moments]:
+        parameter = torch.nn.Parameter(theta.clone())
+        optimiser, scheduler = self._made(parameter, moments)
+        if scheduler is None:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+        parameter.grad = gradient
+        optimiser.step()
+        foreign = {"optimizer": optimiser.state_dict()}
+        if scheduler is not None:
+            scheduler.step()
+            foreign["scheduler"] = scheduler.state_dict()
+        return parameter.detach(), Moments(foreign=foreign)
+
+    def rate(self, theta: torch.Tensor, moments: Moments) -> float | None:
+        """The learning rate of the next step, where a scheduler decides it."""
+        if self.make_scheduler is None:
+            return None
+        optimiser, _ = self._made(torch.nn.Parameter(theta), moments)
+        return float(optimiser.param_groups[0]["lr"])
+
+    def _made(self, parameter: torch.nn.Parameter, moments: Moments) -> tuple[torch.optim.Optimizer, Any]:
+        optimiser = self.make([parameter])
+        scheduler = self.make_scheduler(optimiser) if self.make_scheduler else None
+        if moments.foreign:
+            optimiser.load_state_dict(moments.foreign["optimizer"])
+            if scheduler is not None:
+                scheduler.load_state_dict(moments.foreign["scheduler"])
+        return optimiser, scheduler
+
+
+Optimiser = SGD | Adam | TorchOptimiser
 
 
 def decay(theta: torch.Tensor, amount: float) -> torch.Tensor:
@@ -98,7 +153,7 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
     """Correctly rounded on every device: torch's own is, on CUDA."""
     if x.device.type == "cuda":
         return torch.sqrt(x)
-    return torch.from_numpy(np.sqrt(x.cpu().numpy())).to(x.device)
+    return torch.from_numpy(np.asarray(np.sqrt(x.cpu().numpy()))).to(x.device)
 
 
 def exponential(x: torch.Tensor) -> torch.Tensor:
@@ -127,4 +182,4 @@ def exponential(x: torch.Tensor) -> torch.Tensor:
     return p * ((n.to(bits) + bias) << shift).view(x.dtype)
 
 
-__all__ = ["SGD", "Adam", "Moments", "Optimiser", "exponential", "square_root"]
+__all__ = ["SGD", "Adam", "Moments", "Optimiser", "TorchOptimiser", "exponential", "square_root"]

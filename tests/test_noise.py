@@ -193,10 +193,61 @@ def test_the_bound_decides_between_32_and_64_bits() -> None:
     assert noise.accumulate([2**27, 2**27 - 1], (0, 9)).dtype == torch.int32  # 8 (2^28 - 1) < 2^31
     assert noise.accumulate([2**27, -(2**27)], (0, 9)).dtype == torch.int64
     assert list(chunks(np.array([2**27, 2**27 - 1, 1, 5]), 8)) == [slice(0, 2), slice(2, 4)]
-    with pytest.raises(ValueError, match="too large"):
-        noise.accumulate([2**60, 2**60], (0, 9))
+    assert noise.accumulate([0, 2**40], (0, 9)).dtype == torch.int64
+    same = Field(0).members([3, 3], 0)
+    assert same.accumulate([2**40, -(2**40)], (0, 9)).tolist() == [0] * 9
+    for weights in ([2**60, 2**60], [2**62, -(2**62)], np.array([2**64 - 1, 0], np.uint64)):
+        with pytest.raises(ValueError, match="too large"):
+            noise.accumulate(weights, (0, 9))
     with pytest.raises(ValueError, match="too large"):
         noise.accumulate_low_rank([2**47, 0], low_rank([(5, 5)], 1)[0])
+
+
+@on_every_device
+def test_many_members(device: str) -> None:
+    """More than fit one launch in a direction of a grid, and more than low-rank factors are held of at once."""
+    field = Field(3, matrices=low_rank([(4, 30)], 1))
+    members = range(70_000)
+    noise = field.members(members, 2, device)
+    a, b = noise.factors(field.matrices[0])
+    assert torch.equal(a[-1:], field.members([69_999], 2, device).factors(field.matrices[0])[0])
+    expected = torch.einsum("mrk,mck->rc", a.double(), b.double())
+    assert torch.equal(noise.accumulate_low_rank([1] * 70_000, field.matrices[0]), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("germline.noise.SCRATCH", 34 * 999)
+        assert torch.equal(noise.accumulate_low_rank([1] * 70_000, field.matrices[0]), expected)
+
+
+def test_other_draws_are_of_the_member_itself_mirrored_or_not() -> None:
+    plain, mirrored = (Field(9, mirrored=m).members([2, 3], 2) for m in (False, True))
+    assert torch.equal(plain.halves((0, 50), Stream.DROPOUT), mirrored.halves((0, 50), Stream.DROPOUT))
+    assert torch.equal(plain.bits((0, 50), Stream.DROPOUT), mirrored.bits((0, 50), Stream.DROPOUT))
+    assert plain.words(9, Stream.DROPOUT).tolist() == mirrored.words(9, Stream.DROPOUT).tolist()
+    # word j is word j % 4 of block j // 4: the counter (0, 0, 0, 0) under the key 0 gives Random123's known answer
+    assert Field(0).members([0], 0).words(4, Stream.DENSE).tolist() == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+
+
+def test_negative_zeros_do_not_depend_on_the_cut() -> None:
+    field = Field(4, matrices=low_rank([(30, 40)], 1))
+    theta = torch.full((1200,), -0.0)
+    noise = field.members([0, 1], 0)
+    whole = noise.perturb(theta, 0.1)
+    for low, high in ((0, 40), (17, 300), (300, 1200), (1199, 1200)):
+        part = noise.perturb(theta[low:high], 0.1, start=low)
+        assert torch.equal(part.view(torch.int32), whole[:, low:high].contiguous().view(torch.int32))
+
+
+@on_every_device
+def test_nothing_of_nothing(device: str) -> None:
+    field = Field(4, matrices=low_rank([(30, 40)], 1))
+    noise = field.members([], 0, device)
+    assert noise.perturb(torch.zeros(1200, device=device), 0.1).shape == (0, 1200)
+    assert noise.weighted_sum([], (0, 1200)).tolist() == [0.0] * 1200
+    a, b = field.members([1], 0, device).factors(field.matrices[0], (2, 2))
+    assert (a.shape, b.shape) == ((1, 0, 1), (1, 40, 1))
+    assert field.members([1], np.int64(3), device).weighted_sum([1], (5, 5)).numel() == 0  # type: ignore[arg-type]
+    theta = torch.zeros(3, device=device, requires_grad=True)
+    assert not Field(1).members([0], 0, device).perturb(theta, 0.1).requires_grad
 
 
 def test_host_draws_are_within_bounds_even_and_permutations() -> None:
@@ -234,6 +285,11 @@ def test_host_draws_are_within_bounds_even_and_permutations() -> None:
         (lambda: Field(0).members([0], 0).perturb(torch.zeros(2), 1.0, out=torch.zeros(2)), "buffer"),
         (lambda: Field(0).members([0], 0).accumulate([0.5], (0, 1)), "Weights"),  # type: ignore[list-item]
         (lambda: Field(0).members([0], 0).accumulate([1, 2], (0, 1)), "Weights"),
+        (lambda: Field(0).members([0], 0).accumulate([1], (0, 1), 3), "power 1 or 2"),  # type: ignore[arg-type]
+        (lambda: Field(0, matrices=low_rank([(5, 5)], 1)).members([0], 0).accumulate([1], (0, 4)), "low rank"),
+        (lambda: Field(0, matrices=low_rank([(5, 5)], 1)).members([0], 0).integers((24, 26)), "low rank"),
+        (lambda: Field(0).members([0], 0).perturb(torch.zeros(2), 1e39), "Sigma"),
+        (lambda: Field(0).members([0], 0).perturb(torch.zeros(2, device="meta"), 1.0), "meta"),
         (lambda: Field(0).below(0, 1, 0, Stream.BATCH), "below 0"),
         (lambda: low_rank([(2, 3)], 0), "rank"),
         (lambda: low_rank([(2, 3)], [1, 1]), "ranks"),

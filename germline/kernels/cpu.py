@@ -9,6 +9,7 @@ blocks of members are evaluated by several threads.
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from itertools import pairwise
 from typing import Any, cast
 
@@ -20,12 +21,17 @@ from numba import int32, types, uint16, uint32, uint64
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
+from germline import kernels
+from germline.kernels import Address, Reading
 
 Array = NDArray[Any]
 Function = Callable[..., Any]
 
-POPCOUNT, SIGN, UNIFORM = int(Reading.POPCOUNT), int(Reading.SIGN), int(Reading.UNIFORM)
+# Numba freezes constants into what it compiles, and its cache on disk knows the text of this file alone.
+TILE, BLOCKS, ROUNDS = 1024, 128, 7
+POPCOUNT, SIGN, UNIFORM = 0, 1, 2
+assert (TILE, BLOCKS, ROUNDS) == (kernels.TILE, kernels.BLOCKS, kernels.ROUNDS)
+assert (POPCOUNT, SIGN, UNIFORM) == (Reading.POPCOUNT, Reading.SIGN, Reading.UNIFORM)
 WORTH_A_THREAD = 64  # tiles: below this, about 10 microseconds, handing work over costs more than it saves
 
 
@@ -137,29 +143,23 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
         out[low - start : high - start] = total[low - tile * TILE : high - tile * TILE]
 
 
-pool: ThreadPoolExecutor | None = None
-
-
-def forget_pool() -> None:
-    global pool
-    pool = None
+@cache
+def pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "germline-noise")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget_pool)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=pool.cache_clear)  # a child has none of its parent's threads
 
 
 def share(kernel: Function, units: int, *arguments: Any, tiles_per_unit: int = 1) -> None:
     """kernel(first, last, ...) over all units, cut into as many runs as torch has threads."""
-    global pool
     threads = min(torch.get_num_threads(), max(1, units * tiles_per_unit // WORTH_A_THREAD), units)
     if threads <= 1:
         kernel(0, units, *arguments)
         return
-    if pool is None:
-        pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="germline-noise")
     cuts = [units * t // threads for t in range(threads + 1)]
-    runs = [pool.submit(kernel, a, b, *arguments) for a, b in pairwise(cuts[1:])]
+    runs = [pool().submit(kernel, a, b, *arguments) for a, b in pairwise(cuts[1:])]
     kernel(cuts[0], cuts[1], *arguments)
     for run in runs:
         run.result()

@@ -4,7 +4,6 @@ A program owns one tile: 128 Philox blocks, whose 4 words of 2 halves are its 1,
 Floating-point contraction is switched off where floats occur.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ UNIFORM = tl.constexpr(int(Reading.UNIFORM))
 BLOCKS_ = tl.constexpr(BLOCKS)
 ROUNDS_ = tl.constexpr(ROUNDS)
 TILE_ = tl.constexpr(TILE)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 WARPS = 2  # two blocks a thread: of 1, 2 and 4 warps the fastest for sums on an H200, within a tenth for the rest
 RESIDENT_TILES = 2048  # enough programs to fill a large card; fewer tiles than this are also split over members
@@ -42,6 +40,9 @@ def _words(tile, member, key0, key1, generation, stream):
         (zero + key1).to(tl.uint32),
         ROUNDS_,
     )
+
+
+INTERPRETED = tl.constexpr(not isinstance(_words, triton.JITFunction))
 
 
 @triton.jit
@@ -73,6 +74,14 @@ def _lane(c0, c1, c2, c3, LANE: tl.constexpr, READING: tl.constexpr):
 
 
 @triton.jit
+def _tile_and_row(start, stop):
+    """Of a program in a grid of one dimension, which alone may have more than 65,535 programs."""
+    tiles = (stop - 1) // TILE_ - start // TILE_ + 1
+    program = tl.program_id(0).to(tl.int64)
+    return start // TILE_ + program % tiles, program // tiles
+
+
+@triton.jit
 def _places(tile, start, stop):
     """Where a tile begins in the slice, and which of its places are in the slice: from first to before last."""
     base = tile * TILE_ - start
@@ -85,8 +94,7 @@ def _fill(
     key0: tl.int64, key1: tl.int64, generation: tl.int64, stream: tl.int64, start: tl.int64, stop: tl.int64,
     READING: tl.constexpr,
 ):  # fmt: skip
-    tile = start // TILE_ + tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
+    tile, row = _tile_and_row(start, stop)
     c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, generation, stream)
     base, first, last = _places(tile, start, stop)
     out += row * (stop - start) + base
@@ -101,8 +109,7 @@ def _perturb(
     key0: tl.int64, key1: tl.int64, generation: tl.int64, stream: tl.int64, start: tl.int64, stop: tl.int64,
     VECTOR: tl.constexpr, READING: tl.constexpr,
 ):  # fmt: skip
-    tile = start // TILE_ + tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1).to(tl.int64)
+    tile, row = _tile_and_row(start, stop)
     c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, generation, stream)
     base, first, last = _places(tile, start, stop)
     sign = tl.load(signs + row).to(theta.dtype.element_ty)
@@ -173,8 +180,9 @@ def _field(address: Address, count: int) -> tuple[int, ...]:
 def fill(out: torch.Tensor, address: Address, reading: Reading) -> None:
     rows, count = out.shape
     if rows and count:
-        grid = (_tiles(address.start, count), rows)
-        _fill[grid](out, address.members, *_field(address, count), READING=int(reading), num_warps=WARPS)
+        with torch.cuda.device_of(out):  # Triton launches on the current device
+            grid = (_tiles(address.start, count) * rows,)
+            _fill[grid](out, address.members, *_field(address, count), READING=int(reading), num_warps=WARPS)
 
 
 def perturb(
@@ -182,10 +190,11 @@ def perturb(
 ) -> None:
     rows, count = out.shape
     if rows and count:
-        grid = (_tiles(address.start, count), rows)
         arguments: tuple[Any, ...] = (out, theta, scale, signs, address.members, *_field(address, count))
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
-        _perturb[grid](*arguments, VECTOR=scale.numel() > 1, READING=int(reading), **options)
+        with torch.cuda.device_of(out):
+            grid = (_tiles(address.start, count) * rows,)
+            _perturb[grid](*arguments, VECTOR=scale.numel() > 1, READING=int(reading), **options)
 
 
 def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, centre: int) -> None:
@@ -195,4 +204,5 @@ def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, readi
         tiles = _tiles(address.start, count)
         shares = max(1, min(RESIDENT_TILES // tiles, weights.numel() // 8))
         arguments = (out, weights, address.members, weights.numel(), *_field(address, count))
-        _accumulate[tiles, shares](*arguments, CENTRE=centre, READING=int(reading), num_warps=WARPS)
+        with torch.cuda.device_of(out):
+            _accumulate[tiles, shares](*arguments, CENTRE=centre, READING=int(reading), num_warps=WARPS)

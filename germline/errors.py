@@ -1,0 +1,16 @@
+"""The one exception that is addressed to a person."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class BadInput(ValueError):
+    """Something that was asked for cannot be done; the message is a sentence that says what to do about it."""
+
+
+def unknown(what: str, name: str, names: Iterable[str]) -> BadInput:
+    """The answer to a misspelt name: the nearest valid one, and all of them."""
+    valid = sorted(names)
+    near = get_close_matches(name, valid, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return BadInput(f"There is no {what} {name!r}: {hint}choose one of {', '.join(valid) or 'none'}.")
