@@ -93,9 +93,10 @@ class Adam:
 
 @dataclass(frozen=True)
 class TorchOptimiser:
-    """Any ``torch.optim`` optimiser, and a scheduler of its learning rate if wanted, given by the functions that make them.
+    """Any ``torch.optim`` optimiser, and a scheduler of its learning rate, given by the functions that make them.
 
-    Without a scheduler the learning rate is the strategy's own. The step is torch's: the same bits on one kind of device.
+    Without a scheduler the learning rate is the strategy's own. The step is torch's: its bits are those of one kind of
+    device.
 
     >>> optimiser = TorchOptimiser(lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     >>> theta, _ = optimiser.step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)

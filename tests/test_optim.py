@@ -8,9 +8,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from germline.optim import SGD, Adam, Moments, Optimiser, exponential, square_root
+from germline.optim import SGD, Adam, Moments, exponential, square_root
 
 Array = NDArray[Any]
+Optimiser = SGD | Adam
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
