@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: train test test-gpu check format clean
 
 train: $(installed)
-	$(PYTHON) benchmarks/noise.py
+	$(if $(installed),.venv/bin/germline,$(PYTHON) -m germline) train digits --baseline
 
 test: $(installed)
 	$(PYTHON) -m pytest -q

@@ -1,3 +1,30 @@
 """Germline trains ordinary PyTorch modules by evolution, on one machine or on any mix of machines."""
 
-__version__ = "0.1.0.dev0"
+import os
+
+# Products of matrices then have the same bits whatever the alignment of memory; read by MKL at its first use.
+os.environ.setdefault("MKL_CBWR", "AUTO")
+
+from germline.api import Result, Search, train
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.objective import accuracy
+from germline.recipe import Recipe, seeded
+from germline.schedule import Schedule
+from germline.strategies import Gradient, OpenAIES
+from germline.version import __version__
+
+__all__ = [
+    "BadInput",
+    "Gradient",
+    "Local",
+    "OpenAIES",
+    "Recipe",
+    "Result",
+    "Schedule",
+    "Search",
+    "__version__",
+    "accuracy",
+    "seeded",
+    "train",
+]

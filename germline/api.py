@@ -1,0 +1,180 @@
+"""The two calls of the Python interface: ``train`` for a whole run, ``Search`` for one's own loop."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from germline import trainer
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.journal import Journal
+from germline.objective import Batch, Metric, objective_of
+from germline.population import refresh_statistics
+from germline.recipe import Recipe
+from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: the trained model, one row per generation, the directory, and the numbers it came to."""
+
+    model: nn.Module
+    history: list[dict[str, Any]]
+    run: Path
+    summary: dict[str, Any]
+
+
+def train(
+    model: nn.Module,
+    data: Any = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    score: Callable[..., Any] | None = None,
+    objective: Callable[..., Any] | None = None,
+    maximize: bool | None = None,
+    dev: Any = None,
+    test: Any = None,
+    metrics: Mapping[str, Metric] | None = None,
+    strategy: AnyStrategy | None = None,
+    batch_size: int | None = None,
+    generations: int | None = None,
+    seconds: float | None = None,
+    target: tuple[str, float] | None = None,
+    seed: int = 0,
+    fleet: Local | None = None,
+    run: str | Path | None = None,
+    resume: str | Path | None = None,
+    evaluate_every: int = 10,
+    snapshot_every: int = 100,
+    callbacks: Sequence[Callable[[trainer.Session, trainer.Row], None]] = (),
+) -> Result:
+    """Trains a module by evolution and leaves its new weights in it.
+
+    ``data`` is a tuple of tensors, a Dataset or a DataLoader. Give one of ``loss`` (minimised) and ``score``
+    (maximised), functions of (output, target), or ``objective``, a function of the model. The run ends at the first of
+    ``generations`` (300 if nothing is said), ``seconds`` and ``target``, a metric and its value. ``run`` is the
+    directory to be made, ``resume`` one to go on with.
+
+    >>> import tempfile, torch
+    >>> from torch import nn
+    >>> x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    >>> model = nn.Linear(3, 1)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result = train(model, data=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss, generations=100,
+    ...                    strategy=OpenAIES(population=32, lr=0.1), run=directory + "/sum")
+    >>> result.history[-1]["mean"] < 0.1 * result.history[0]["mean"]
+    True
+    """
+    if generations is None and seconds is None and target is None:
+        generations = 300
+    recipe = Recipe(
+        model, data, dev, test, loss, score, objective, maximize, metrics, strategy or OpenAIES(),
+        batch_size=batch_size, evaluate_every=evaluate_every, snapshot_every=snapshot_every,
+    )  # fmt: skip
+    fleet = fleet or Local()
+    if resume is not None:
+        if run is not None:
+            raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
+        session = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
+    else:
+        path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
+        session = trainer.start(recipe, path, seed=seed, fleet=fleet, about={})
+    try:
+        summary = trainer.run(session, trainer.Stop(generations, seconds, target), callbacks)
+    finally:
+        session.journal.close()
+    model.load_state_dict(session.model().state_dict())
+    if session.interrupted:
+        raise KeyboardInterrupt(f"interrupted; go on with resume={str(session.journal.path)!r}")
+    return Result(model, session.history, session.journal.path, summary)
+
+
+def free_directory(runs: Path, name: str) -> Path:
+    """runs/name, or the first of runs/name-2, runs/name-3, ... that is not there yet."""
+    candidates = (runs / (name if i == 1 else f"{name}-{i}") for i in range(1, 1_000_000))
+    return next(path for path in candidates if not path.exists())
+
+
+class Search:
+    """Evolution in one's own loop: ``step`` takes a batch, scores a generation on it and moves the centre.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> model = nn.Linear(3, 1)
+    >>> search = Search(model, OpenAIES(population=32, lr=0.1), loss=nn.functional.mse_loss, seed=0)
+    >>> for x in torch.randn(50, 64, 3, generator=torch.Generator().manual_seed(0)):
+    ...     scores = search.step(x, x.sum(1, keepdim=True))
+    >>> scores.shape, bool(nn.functional.mse_loss(search.model(x), x.sum(1, keepdim=True)) < 0.3)
+    ((32,), True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: AnyStrategy | None = None,
+        *,
+        loss: Callable[..., Any] | None = None,
+        score: Callable[..., Any] | None = None,
+        objective: Callable[..., Any] | None = None,
+        maximize: bool | None = None,
+        seed: int = 0,
+        fleet: Local | None = None,
+    ) -> None:
+        goal = objective_of(loss, score, objective, maximize, {})
+        self._module = model
+        self._core = trainer.Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed)
+        self._batch: Batch | None = None
+        self.generation = 0
+
+    def step(self, *batch: Any) -> NDArray[np.float32]:
+        """One generation on a batch: inputs and target, or one dict; nothing for an objective of the model."""
+        core = self._core
+        if batch:
+            self._batch = Batch.of(batch[0] if len(batch) == 1 else batch, core.device)
+        elif not core.objective.of_model:
+            raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
+        if self.generation == 0:
+            trainer.refuse_misfit(core, self._batch)
+        if getattr(core.strategy, "sigma", None) == "auto":
+            chosen = core.probe(self._batch).values["sigma"]
+            core.strategy = dataclasses.replace(core.strategy, sigma=chosen)  # type: ignore[type-var]
+        told = core.evaluate(self.generation, self._batch)
+        core.tell(told)
+        self.generation += 1
+        return told.scores
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module, with the weights of the centre written into it."""
+        self._core.genome.write(self._core.state.theta, self._module)
+        if self._batch is not None:
+            refresh_statistics(self._module, iter([self._batch]))
+        return self._module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a search needs to go on: plain values and tensors, for ``torch.save``."""
+        core = self._core
+        tree, tensors = pack(core.state)
+        settings = trainer.settings_of(core.strategy)
+        about = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed, "block": core.block}
+        about |= {"method": core.method, "layout": core.genome.fingerprint, "generation": self.generation}
+        return {**about, "tree": tree, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a ``state_dict``; the search must be of the same model, with the same objective."""
+        core = self._core
+        if state["layout"] != core.genome.fingerprint:
+            raise BadInput("This state is of another model: its parameters have other names or shapes.")
+        strategy = trainer.revive(state, core.strategy)
+        fresh = trainer.Core(
+            self._module, strategy, core.objective, core.fleet, state["seed"], state["block"], state["method"]
+        )
+        tensors = {name: tensor.to(fresh.device) for name, tensor in state["tensors"].items()}
+        fresh.state = unpack(fresh.state, state["tree"], tensors)
+        self._core, self.generation = fresh, state["generation"]

@@ -1,0 +1,5 @@
+"""Who evaluates which members."""
+
+from germline.fleet.local import Local
+
+__all__ = ["Local"]

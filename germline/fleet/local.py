@@ -1,0 +1,91 @@
+"""One process: one device, or all cores of the CPU. The default; nothing to start."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.errors import BadInput
+from germline.objective import Batch
+from germline.population import Evaluator
+from germline.strategies.base import Candidates
+
+
+@dataclass(frozen=True)
+class Local:
+    """This process. ``device`` is auto, cpu, cuda, cuda:N or mps; ``workers`` threads share the blocks on the CPU.
+
+    >>> Local(device="cpu").place()
+    device(type='cpu')
+    """
+
+    device: str = "auto"
+    workers: int | None = None  # as many as torch has threads
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise BadInput(f"A local fleet needs at least one worker, not {self.workers}.")
+
+    def place(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError:
+            raise BadInput(f"There is no device {self.device!r}: choose auto, cpu, cuda, cuda:N or mps.") from None
+        present = {
+            "cpu": True,
+            "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+            "mps": torch.backends.mps.is_available(),
+        }
+        if not present.get(device.type, False):
+            raise BadInput(f"This machine has no device {self.device!r}: choose another with --device, or auto.")
+        return device
+
+    def evaluate(
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
+    ) -> NDArray[np.float32]:
+        """The scores of all members."""
+        blocks = evaluator.blocks(population)
+        threads = 1
+        if evaluator.device.type == "cpu":
+            threads = min(self.workers or torch.get_num_threads(), len(blocks))
+
+        def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
+            return evaluator.score_block(candidates, members, batch)
+
+        with one_thread_each():
+            scores = list(map(score, blocks) if threads == 1 else pool(threads).map(score, blocks))
+        return np.concatenate(scores)[:population]
+
+    def gradient(
+        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch
+    ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        with one_thread_each():
+            return evaluator.gradient(theta, batch)
+
+
+@contextmanager
+def one_thread_each() -> Iterator[None]:
+    """A block is evaluated by one thread: sums over a batch differ between one thread and two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "germline-block", initializer=torch.set_num_threads, initargs=(1,))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=pool.cache_clear)  # a child has none of its parent's threads

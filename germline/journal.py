@@ -1,0 +1,256 @@
+"""The run on disk: a header, one record per generation, snapshots. State is a fold over them; everything else a replay.
+
+A run is a directory with ``journal.sqlite`` and ``snapshots/``. Records are chained by hashes over the scores and the
+values of the schedules, so that a record cannot change unnoticed; what is not chained (times, bytes, metrics) has a
+checksum of its own. A record that ``append`` has returned from survives a power cut.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from germline import noise
+from germline.errors import BadInput
+from germline.genome import theta_sha256
+from germline.strategies.base import Told, pack, unpack
+
+FORMAT = 1  # of the journal
+SCHEMA = """
+CREATE TABLE header (id INTEGER PRIMARY KEY CHECK (id = 0), json TEXT NOT NULL, chain BLOB NOT NULL);
+CREATE TABLE record (
+    generation INTEGER PRIMARY KEY, scores BLOB NOT NULL, vals TEXT NOT NULL, theta TEXT,
+    chain BLOB NOT NULL, side TEXT NOT NULL, checksum BLOB NOT NULL
+);
+CREATE TABLE tip (id INTEGER PRIMARY KEY CHECK (id = 0), generation INTEGER NOT NULL, chain BLOB NOT NULL);
+"""
+PROBE = -1  # the record of the choice of sigma stands before generation 0
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One generation: what a replay needs, and what only people want to know."""
+
+    told: Told
+    theta_sha256: str | None  # of the State after it, where a replay has to compute a gradient again
+    side: Mapping[str, Any]  # seconds, bytes, metrics
+
+
+@dataclass(frozen=True)
+class Journal:
+    """A run directory that is open; made by ``Journal.create`` or ``Journal.open``."""
+
+    path: Path
+    header: Mapping[str, Any]
+    connection: sqlite3.Connection
+
+    @classmethod
+    def create(cls, path: Path, header: Mapping[str, Any], state: Any) -> "Journal":
+        """A new run with snapshot 0; the directory appears only once it holds both."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadInput(f"{path} exists already: give another --name, or go on with 'germline resume {path}'.")
+        text = canonical({"format": FORMAT, "noise_version": noise.VERSION, **header})
+        with usable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            try:
+                (partial / "snapshots").mkdir()
+                connection = connect(partial / "journal.sqlite")
+                connection.execute("PRAGMA page_size = 8192")
+                connection.execute("PRAGMA journal_mode = WAL")
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    for statement in SCHEMA.split(";"):
+                        connection.execute(statement)
+                    connection.execute("INSERT INTO header VALUES (0, ?, ?)", (text, digest(text.encode())))
+                connection.close()
+                cls(partial, {}, connection).save(state, 0)
+                partial.chmod(0o755)
+                partial.rename(path)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            sync(path.parent)
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> "Journal":
+        """Opens a run and checks its header; the records are checked as they are read."""
+        file = path / "journal.sqlite"
+        if not file.is_file():
+            raise BadInput(f"{path} is not a run: there is no journal.sqlite in it.")
+        with usable(path):
+            connection = connect(file)
+            whole = connection.execute("PRAGMA quick_check").fetchall()
+            rows = connection.execute("SELECT json, chain FROM header").fetchall()
+        if whole != [("ok",)]:
+            raise BadInput(
+                f"The journal of {path} is damaged ({str(whole[0][0]).splitlines()[0]}): restore it from a copy."
+            )
+        if len(rows) != 1 or not isinstance(rows[0][0], str) or digest(rows[0][0].encode()) != rows[0][1]:
+            raise BadInput(f"The header of {path} is damaged: restore the run from a copy.")
+        header = json.loads(rows[0][0])
+        if (header["format"], header["noise_version"]) != (FORMAT, noise.VERSION):
+            found = f"format {header['format']} with noise version {header['noise_version']}"
+            message = (
+                f"{path} is of {found}, but this germline writes format {FORMAT} with noise version {noise.VERSION}: "
+            )
+            raise BadInput(message + f"use germline {header.get('versions', {}).get('germline')}.")
+        return cls(path, header, connection)
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def append(self, told: Told, theta_sha256: str | None, side: Mapping[str, Any]) -> None:
+        """Adds one record; once this returns, the record survives a power cut."""
+        scores = np.ascontiguousarray(told.scores, "<f4").tobytes()
+        values, extra = canonical(told.values), canonical(side)
+        with usable(self.path), self.connection:
+            self.connection.execute("BEGIN IMMEDIATE")
+            last = self.connection.execute("SELECT generation, chain FROM tip").fetchone()
+            if last is not None and last[0] != told.generation - 1:
+                message = f"{self.path} has {last[0] + 1} generations, not {told.generation}"
+                raise BadInput(f"{message}: another process writes to it too.")
+            before = last[1] if last is not None else digest(canonical(self.header).encode())
+            chain = link(before, told.generation, scores, values, theta_sha256)
+            row = (told.generation, scores, values, theta_sha256, chain, extra, digest(extra.encode())[:8])
+            self.connection.execute("INSERT INTO record VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            self.connection.execute("INSERT OR REPLACE INTO tip VALUES (0, ?, ?)", (told.generation, chain))
+
+    def records(self) -> Iterator[Record]:
+        """All records in order, each checked against the one before."""
+        before: bytes = digest(canonical(self.header).encode())
+        expected: int | None = None
+        with usable(self.path):
+            query = "SELECT generation, scores, vals, theta, chain, side, checksum FROM record ORDER BY generation"
+            for generation, scores, values, theta, chain, side, checksum in self.connection.execute(query):
+                kinds = (int, bytes, str, str | None, bytes, str, bytes)
+                row = (generation, scores, values, theta, chain, side, checksum)
+                whole = all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True))
+                follows = generation in (PROBE, 0) if expected is None else generation == expected
+                if not (whole and follows and link(before, generation, scores, values, theta) == chain):
+                    raise BadInput(f"Record {generation} of {self.path} is damaged: restore the run from a copy.")
+                if digest(side.encode())[:8] != checksum:
+                    raise BadInput(f"The times and metrics of record {generation} of {self.path} are damaged.")
+                before, expected = chain, generation + 1
+                told = Told(generation, np.frombuffer(scores, "<f4").astype(np.float32), json.loads(values))
+                yield Record(told, theta, json.loads(side))
+            tip = self.connection.execute("SELECT generation, chain FROM tip").fetchall()
+        if tip != ([(expected - 1, before)] if expected is not None else []):
+            raise BadInput(f"The end of the journal of {self.path} is missing: restore the run from a copy.")
+
+    def save(self, state: Any, generation: int) -> None:
+        """A snapshot of the State after so many generations, in place only once it is whole on disk."""
+        from safetensors.torch import save
+
+        tree, tensors = pack(state)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        metadata = {"tree": canonical(tree), "generation": str(generation), "sha256": content_sha256(tree, tensors)}
+        with usable(self.path):
+            write_whole(self.snapshot(generation), save(tensors, metadata))
+
+    def snapshot(self, generation: int) -> Path:
+        return self.path / "snapshots" / f"{generation:08d}.safetensors"
+
+    def snapshots(self) -> list[int]:
+        """The generations that have one, in order."""
+        return sorted(int(file.stem) for file in (self.path / "snapshots").glob("*.safetensors") if file.stem.isdigit())
+
+    def load(self, template: S, generation: int, device: torch.device | str) -> S:
+        from safetensors import SafetensorError, safe_open
+
+        file = self.snapshot(generation)
+        try:
+            with safe_open(file, "pt", device="cpu") as source:
+                metadata = source.metadata() or {}
+                tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
+            tree = json.loads(metadata["tree"])
+            if (metadata["sha256"], metadata["generation"]) == (content_sha256(tree, tensors), str(generation)):
+                return unpack(template, tree, {name: tensor.to(device) for name, tensor in tensors.items()})
+        except (OSError, SafetensorError, KeyError, ValueError):
+            pass
+        raise BadInput(
+            f"The snapshot {file} is damaged or missing: restore it, or delete it to replay from an earlier one."
+        )
+
+    def latest(self, template: S, until: int, device: torch.device | str) -> tuple[int, S]:
+        """The latest whole snapshot of at most so many generations; a damaged one only costs a longer replay."""
+        for generation in reversed(self.snapshots()):
+            if 0 < generation <= until:
+                with suppress(BadInput):
+                    return generation, self.load(template, generation, device)
+        return 0, self.load(template, 0, device)
+
+
+def content_sha256(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    parts = [canonical(tree)] + [f"{name} {theta_sha256(tensors[name])}" for name in sorted(tensors)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def connect(file: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(file, isolation_level=None, timeout=30, check_same_thread=False)
+    connection.execute("PRAGMA synchronous = FULL")  # each commit reaches the disk before it returns
+    connection.execute("PRAGMA wal_autocheckpoint = 64")
+    return connection
+
+
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Turns what SQLite and the operating system say about a file into a sentence."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        raise BadInput(
+            f"The journal of {path} cannot be used: {error}. Check the disk and who else uses the run."
+        ) from error
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
+        raise BadInput(f"The journal of {path} is damaged ({error}): restore the run from a copy.") from error
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """A file that is there whole or not at all, also after a power cut."""
+    partial = file.with_suffix(".partial")
+    with partial.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    partial.replace(file)
+    sync(file.parent)
+
+
+def sync(directory: Path) -> None:
+    """What was renamed in a directory is there after a power cut too, where the system can promise that."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(directory, os.O_DIRECTORY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+def canonical(value: Any) -> str:
+    """One text for one value: floats by their shortest exact digits, keys in order."""
+    return json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True, separators=(",", ":"))
+
+
+def digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def link(before: bytes, generation: int, scores: Any, values: Any, theta: Any) -> bytes:
+    if not (isinstance(generation, int) and isinstance(scores, bytes) and isinstance(values, str)):
+        return b""
+    parts = [before, generation.to_bytes(8, "little", signed=True), digest(scores), digest(values.encode())]
+    return digest(b"".join([*parts, str(theta).encode()]))

@@ -1,0 +1,265 @@
+"""What a member is scored on: the data of a run, the batch of a generation, and the function that scores an output.
+
+The batch of a generation is a function of (seed, generation): every member on every machine sees the same examples.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from germline.errors import BadInput
+from germline.noise import Field, Stream
+
+TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a dict batch may hold its target
+EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
+
+Metric = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples ready for the model: ``model(*args, **kwargs)`` is compared with ``target``."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    size: int
+
+    @classmethod
+    def of(cls, raw: Any, device: torch.device | str = "cpu") -> "Batch":
+        raw = to_device(raw, torch.device(device))
+        if isinstance(raw, Mapping):
+            names = [name for name in TARGETS if name in raw]
+            if not names:
+                raise BadInput(f"A batch that is a dict must hold its target under one of {', '.join(TARGETS)}.")
+            kwargs = {name: value for name, value in raw.items() if name != names[0]}
+            return cls((), kwargs, raw[names[0]], length_of(raw[names[0]]))
+        if isinstance(raw, list | tuple) and len(raw) >= 2:
+            return cls(tuple(raw[:-1]), {}, raw[-1], length_of(raw[-1]))
+        raise BadInput("A batch must be a dict, or a tuple of inputs followed by the target.")
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def length_of(target: Any) -> int:
+    while isinstance(target, Mapping | list | tuple):
+        target = next(iter(target.values() if isinstance(target, Mapping) else target))
+    return int(target.shape[0]) if isinstance(target, torch.Tensor) and target.dim() else 1
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set that gives any examples by number; made by ``Data.of``."""
+
+    length: int
+    fetch: Callable[[NDArray[np.int64]], Any]
+    batch_size: int | None
+    fingerprint: str
+
+    @classmethod
+    def of(cls, source: Any, name: str = "data") -> "Data":
+        """From a tuple (or dict) of tensors, a Dataset or a DataLoader.
+
+        Of a DataLoader the dataset, the collate function and the batch size are taken, the sampler is not.
+        """
+        if isinstance(source, Data):
+            return source
+        if isinstance(source, DataLoader):
+            return cls._of_dataset(source.dataset, source.collate_fn, source.batch_size, name)
+        if isinstance(source, Dataset):
+            return cls._of_dataset(source, default_collate, None, name)
+        if isinstance(source, Mapping | tuple | list):
+            return cls._of_tensors(source, name)
+        kind = type(source).__name__
+        raise BadInput(f"The {name} set is a {kind}: give a tuple of tensors, a Dataset or a DataLoader.")
+
+    @classmethod
+    def _of_tensors(cls, source: Any, name: str) -> "Data":
+        tensors = {
+            str(key): value for key, value in (source.items() if isinstance(source, Mapping) else enumerate(source))
+        }
+        for key, value in tensors.items():
+            if not isinstance(value, torch.Tensor):
+                raise BadInput(f"Part {key} of the {name} set is a {type(value).__name__}, not a tensor.")
+            check_tensor(value, f"part {key} of the {name} set")
+        lengths = {key: int(value.shape[0]) if value.dim() else 0 for key, value in tensors.items()}
+        if len(set(lengths.values())) != 1 or len(tensors) < 2:
+            raise BadInput(f"The parts of the {name} set must be inputs and target of one length: got {lengths}.")
+        length = next(iter(lengths.values()))
+        if not length:
+            raise BadInput(f"The {name} set is empty.")
+
+        def fetch(index: NDArray[np.int64]) -> Any:
+            where = torch.from_numpy(index)
+            rows = [value.index_select(0, where.to(value.device)) for value in tensors.values()]
+            return dict(zip(tensors, rows, strict=True)) if isinstance(source, Mapping) else tuple(rows)
+
+        digest = hashlib.sha256()
+        for key, value in tensors.items():
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)};".encode())
+            digest.update(bytes_of(value))
+        return cls(length, fetch, None, digest.hexdigest())
+
+    @classmethod
+    def _of_dataset(
+        cls, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int | None, name: str
+    ) -> "Data":
+        if not hasattr(dataset, "__len__"):
+            raise BadInput(f"The {name} set must know its length and give any example by number; an iterable does not.")
+        length = len(dataset)
+        if not length:
+            raise BadInput(f"The {name} set is empty.")
+
+        def fetch(index: NDArray[np.int64]) -> Any:
+            return collate([dataset[int(i)] for i in index])
+
+        # a sample: reading all of a large data set at every start would cost more than it is worth
+        sample = fetch(np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64)))
+        digest = hashlib.sha256(f"{length};".encode())
+        for tensor in tensors_in(sample):
+            check_tensor(tensor, f"an example of the {name} set")
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(bytes_of(tensor))
+        return cls(length, fetch, batch_size, digest.hexdigest())
+
+    def whole(self, device: torch.device | str) -> Iterator[Batch]:
+        """All examples in order, some at a time."""
+        for start in range(0, self.length, EVALUATION_BATCH):
+            yield Batch.of(self.fetch(np.arange(start, min(start + EVALUATION_BATCH, self.length))), device)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def check_tensor(tensor: torch.Tensor, what: str) -> None:
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise BadInput(f"There are NaN or infinite values in {what}: clean the data before training on it.")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batch of each generation: each epoch is a permutation of the examples, drawn from the field."""
+
+    data: Data
+    batch_size: int
+    seed: int
+    orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, compare=False)  # of the latest epoch
+
+    def indices(self, generation: int) -> NDArray[np.int64]:
+        if self.batch_size >= self.data.length:
+            return np.arange(self.data.length)
+        per_epoch = self.data.length // self.batch_size  # what is left over waits for the next epoch's order
+        epoch, place = divmod(generation, per_epoch)
+        if epoch not in self.orders:
+            order = Field(self.seed).permutation(self.data.length, epoch, Stream.BATCH)
+            self.orders.clear()
+            self.orders[epoch] = order
+        return self.orders[epoch][place * self.batch_size : (place + 1) * self.batch_size]
+
+    def batch(self, generation: int, device: torch.device | str = "cpu") -> Batch:
+        return Batch.of(self.data.fetch(self.indices(generation)), device)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """How a member is scored: a loss to be minimised, or a score; of (output, target), or of the whole model."""
+
+    function: Callable[..., Any]
+    maximize: bool = False
+    of_model: bool = False  # function(model) instead of function(output, target)
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+
+    def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None) -> Any:
+        if self.of_model or batch is None:
+            return self.function(model)
+        return self.function(model(*batch.args, **batch.kwargs), batch.target)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, data: Data, device: torch.device | str) -> dict[str, float]:
+        """The metrics and the loss of a whole split, averaged over its examples."""
+        name = "score" if self.maximize else "loss"
+        totals: dict[str, float] = {}
+        for batch in data.whole(device):
+            output = model(*batch.args, **batch.kwargs)
+            found = {name: self.function(output, batch.target)} if not self.of_model else {}
+            found |= {metric: function(output, batch.target) for metric, function in self.metrics.items()}
+            for key, value in found.items():
+                totals[key] = totals.get(key, 0.0) + float(value) * batch.size
+        return {key: total / data.length for key, total in totals.items()}
+
+
+def objective_of(
+    loss: Callable[..., Any] | None,
+    score: Callable[..., Any] | None,
+    objective: Callable[..., Any] | None,
+    maximize: bool | None,
+    metrics: Mapping[str, Metric],
+) -> Objective:
+    """The three ways to say what is wanted; exactly one must be given."""
+    given = [name for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None]
+    if len(given) != 1:
+        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(given) or 'none'}.")
+    if loss is not None:
+        if maximize:
+            raise BadInput("A loss is minimised: give score= with maximize=True for what is to be maximised.")
+        return Objective(loss, False, metrics=metrics)
+    if score is not None:
+        return Objective(score, True if maximize is None else maximize, metrics=metrics)
+    assert objective is not None
+    return Objective(objective, bool(maximize), of_model=True, metrics=metrics)
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The fraction of examples whose largest output is the target's.
+
+    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
+    0.5
+    """
+    return (output.argmax(-1) == target).float().mean()
+
+
+def default_metrics(data: Data | None) -> dict[str, Metric]:
+    """Accuracy, where the target looks like classes."""
+    if data is None:
+        return {}
+    target = Batch.of(data.fetch(np.arange(1))).target
+    classes = isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.dim() == 1
+    return {"accuracy": accuracy} if classes else {}
+
+
+def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:
+    """Numbers 0 to length - 1, shuffled by the field and cut by the fractions; the rest is the last part.
+
+    >>> [len(part) for part in split(10, [0.6, 0.2])]
+    [6, 2, 2]
+    """
+    order = Field(seed).permutation(length, 0, Stream.BATCH)
+    cuts = np.cumsum([round(fraction * length) for fraction in fractions])
+    return list(np.split(order, cuts))

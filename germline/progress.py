@@ -1,0 +1,79 @@
+"""What a person sees while a run goes on: one live line on a terminal, a line every few seconds elsewhere."""
+
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from germline.trainer import Row, Session, Stop
+
+EVERY = 5.0  # seconds between lines where there is no terminal
+
+
+class Progress:
+    """A callback of the trainer."""
+
+    def __init__(self, stop: Stop, out: TextIO = sys.stderr) -> None:
+        self.stop, self.out = stop, out
+        self.console = Console(file=out)
+        self.live: Live | None = None
+        self.last = 0.0
+
+    def __call__(self, session: Session, row: Row) -> None:
+        line = describe(session, row, self.stop)
+        if self.live is not None:
+            self.live.update(Text(line, overflow="ellipsis", no_wrap=True))
+        elif time.monotonic() - self.last >= EVERY or row["skipped"]:
+            self.last = time.monotonic()
+            print(line, file=self.out, flush=True)
+        if row["skipped"] and self.live is not None:
+            self.console.print(f"generation {row['generation'] + 1}: no member has a finite score, so nothing changed")
+
+    @contextmanager
+    def shown(self) -> Iterator["Progress"]:
+        if not self.console.is_terminal:
+            yield self
+            return
+        with Live(console=self.console, refresh_per_second=8) as self.live:
+            yield self
+        self.live = None
+
+
+def describe(session: Session, row: Row, stop: Stop) -> str:
+    """generation, best and mean score, a dev metric, members per second, time left."""
+    done = row["generation"] + 1
+    parts = [f"generation {done}" + (f"/{stop.generations}" if stop.generations else "")]
+    parts.append("no finite score: skipped" if row["skipped"] else f"best {row['best']:.4g}  mean {row['mean']:.4g}")
+    shown = [key for key in session.metrics if key.startswith("dev_")] or [k for k in session.metrics if "test_" in k]
+    preferred = [key for key in shown if not key.endswith(("_loss", "_score"))] or shown
+    if preferred:
+        parts.append(f"{preferred[0].replace('_', ' ')} {session.metrics[preferred[0]]:.4f}")
+    recent = session.history[-20:]
+    seconds = sum(r["seconds"] for r in recent)
+    rate = sum(r["members"] for r in recent) / max(seconds, 1e-9)
+    parts.append(f"{rate:,.0f} members/s")
+    left = time_left(session, stop, seconds / len(recent))
+    if left is not None:
+        parts.append(f"{clock(left)} left")
+    return "  ".join(parts)
+
+
+def time_left(session: Session, stop: Stop, per_generation: float) -> float | None:
+    limits = []
+    if stop.generations is not None:
+        limits.append((stop.generations - session.generation) * per_generation)
+    if stop.seconds is not None:
+        limits.append(stop.seconds - session.seconds)
+    return max(0.0, min(limits)) if limits else None
+
+
+def clock(seconds: float) -> str:
+    whole = math.ceil(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

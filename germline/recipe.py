@@ -1,0 +1,50 @@
+"""A recipe: everything that a run needs to know, in one value."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from germline.objective import Data, Metric, Objective, default_metrics, objective_of
+from germline.strategies import AnyStrategy, OpenAIES
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model, its data, what is wanted of it, and how to train it.
+
+    Give one of ``loss`` (minimised), ``score`` (maximised) and ``objective`` (a function of the model).
+    """
+
+    model: nn.Module
+    data: Any = None
+    dev: Any = None
+    test: Any = None
+    loss: Callable[..., Any] | None = None
+    score: Callable[..., Any] | None = None
+    objective: Callable[..., Any] | None = None
+    maximize: bool | None = None
+    metrics: Mapping[str, Metric] | None = None  # of (output, target); accuracy for classes if not given
+    strategy: AnyStrategy = field(default_factory=OpenAIES)
+    others: Mapping[str, AnyStrategy] = field(default_factory=dict)  # good settings of other strategies, by name
+    batch_size: int | None = None  # a DataLoader's, else all of the data
+    generations: int = 300
+    evaluate_every: int = 10  # generations between scores of dev and test
+    snapshot_every: int = 100
+
+    def splits(self) -> dict[str, Data]:
+        named = {"train": self.data, "dev": self.dev, "test": self.test}
+        return {name: Data.of(source, name) for name, source in named.items() if source is not None}
+
+    def objective_with(self, train: Data | None) -> Objective:
+        metrics = default_metrics(train) if self.metrics is None else self.metrics
+        return objective_of(self.loss, self.score, self.objective, self.maximize, metrics)
+
+
+def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    """A module whose initial weights are a function of the seed; torch's global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()

@@ -1,0 +1,24 @@
+"""Handwritten digits, 8 x 8: a small net that learns in a minute on any machine."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from germline.data import digits as load
+from germline.recipe import Recipe, seeded
+from germline.strategies import Gradient, OpenAIES
+
+
+def digits(*, seed: int = 0, hidden: int = 64, batch_size: int = 256) -> Recipe:
+    """Handwritten digits of 8 x 8 pixels, a net with one hidden layer."""
+    data = load()
+    return Recipe(
+        model=seeded(seed, lambda: nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10))),
+        data=data.train,
+        dev=data.dev,
+        test=data.test,
+        loss=F.cross_entropy,
+        strategy=OpenAIES(population=256, sigma=0.05, lr=0.03),
+        others={"gradient": Gradient(lr=0.003)},
+        batch_size=batch_size,
+        generations=400,
+    )

@@ -1,0 +1,63 @@
+"""Scores to integer utilities: how good a member was, in whole numbers, so that sums over members are exact.
+
+Scores are float32 before anything else. NaN and infinities are worst, whatever their sign. Larger utilities are better.
+"""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Shaping = Literal["ranks", "zscore"]
+
+ONE = 1 << 12  # z-scores are counted in units of 2^-12
+CLIP = 8 * ONE
+
+
+def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDArray[np.int64] | None:
+    """One integer per member, or None where no score is finite and a generation has nothing to say."""
+    values = np.asarray(scores, np.float32)
+    if not np.isfinite(values).any():
+        return None
+    return ranks(values, maximize=maximize) if shaping == "ranks" else zscores(values, maximize=maximize)
+
+
+def unit(shaping: Shaping, population: int) -> float:
+    """What one utility is worth: centred ranks span -1/2 to 1/2, z-scores have variance 1."""
+    return 1 / (2 * (population - 1)) if shaping == "ranks" else 1 / ONE
+
+
+def ranks(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
+    """How many are worse less how many are better; ties share, the sum is 0.
+
+    >>> ranks(np.array([0.5, 0.1, float("nan"), 0.1]), maximize=False).tolist()
+    [-1, 2, -3, 2]
+    """
+    key = goodness(scores, maximize)
+    order = np.sort(key)
+    worse = np.searchsorted(order, key, "left")
+    better = key.size - np.searchsorted(order, key, "right")
+    return (worse - better).astype(np.int64)
+
+
+def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
+    """(score - mean) / deviation in fixed point, clipped; the mean and deviation are those of the finite scores.
+
+    >>> (zscores(np.array([1.0, 3.0, float("inf")]), maximize=True) / ONE).tolist()
+    [-1.0, 1.0, -8.0]
+    """
+    key = goodness(scores, maximize)
+    finite = [float(k) for k in key if k > -np.inf]
+    mean = math.fsum(finite) / len(finite)
+    deviation = math.sqrt(math.fsum((k - mean) ** 2 for k in finite) / len(finite))
+    if deviation == 0:
+        return np.where(key > -np.inf, 0, -CLIP).astype(np.int64)
+    fixed = [max(-CLIP, min(CLIP, round((float(k) - mean) / deviation * ONE))) if k > -np.inf else -CLIP for k in key]
+    return np.array(fixed, np.int64)
+
+
+def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
+    """Larger is better; minus infinity for what is not finite."""
+    values = np.asarray(scores, np.float32)
+    return np.where(np.isfinite(values), values if maximize else -values, -np.inf).astype(np.float32)

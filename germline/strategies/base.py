@@ -1,0 +1,115 @@
+"""What every strategy is made of: a State, candidates that are descriptions, and what a generation told.
+
+A strategy is a frozen dataclass of settings with pure functions over a State dataclass. The arrays of a State have one
+element per parameter, and ``tell`` treats each parameter by itself: given a State that holds only some columns it gives
+the same columns of the next State.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.genome import Genome
+from germline.noise import Field
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The members of a generation, as a description: centre + sigma * noise. Nothing of size P x M is built."""
+
+    field: Field
+    generation: int
+    centre: torch.Tensor
+    sigma: float
+
+    def weights(
+        self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Parameters start:stop of some members: (members, parameters)."""
+        noise = self.field.members(members, self.generation, self.centre.device)
+        return noise.perturb(self.centre[start:stop], self.sigma, start=start, out=out)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is known of a generation once it has been evaluated; with it alone a State can be advanced."""
+
+    generation: int
+    scores: NDArray[np.float32]
+    values: Mapping[str, float]  # of the schedules
+    gradient: torch.Tensor | None = None  # for strategies that ask for one
+
+
+S = TypeVar("S")
+
+
+class Strategy(Protocol[S]):
+    """The protocol; ``openai_es.py`` is the example to read."""
+
+    name: ClassVar[str]
+    needs_gradient: ClassVar[bool]
+
+    @property
+    def population(self) -> int: ...
+
+    def field(self, seed: int, genome: Genome) -> Field: ...
+
+    def init(self, theta: torch.Tensor) -> S: ...
+
+    def values(self, state: S, generation: int) -> dict[str, float]: ...
+
+    def ask(self, state: S, field: Field, generation: int, values: Mapping[str, float]) -> Candidates: ...
+
+    def tell(self, state: S, told: Told, field: Field, *, maximize: bool, start: int = 0) -> S: ...
+
+
+AnyStrategy = Strategy[Any]
+
+
+def cut(state: Any, low: int, high: int) -> Any:
+    """The columns low:high of a State."""
+    if isinstance(state, torch.Tensor):
+        return state[low:high]
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        parts = {f.name: cut(getattr(state, f.name), low, high) for f in dataclasses.fields(state)}
+        return type(state)(**parts)
+    return state
+
+
+def pack(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+    """A State as JSON in which a tensor is {"tensor": name}, and the tensors by name."""
+    if isinstance(state, torch.Tensor):
+        return {"tensor": prefix}, {prefix: state}
+    if dataclasses.is_dataclass(state) and not isinstance(state, type):
+        state = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    if not isinstance(state, dict | list | tuple):
+        return state, {}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    packed = [(key, *pack(value, f"{prefix}.{key}" if prefix else str(key))) for key, value in items]
+    tensors = {name: tensor for _, _, found in packed for name, tensor in found.items()}
+    if isinstance(state, dict):
+        return {"items": [[key, tree] for key, tree, _ in packed]}, tensors
+    return {"list": [tree for _, tree, _ in packed]}, tensors
+
+
+def unpack(template: S, tree: Any, tensors: Mapping[str, torch.Tensor]) -> S:
+    """The State that ``pack`` took apart; the template says which dataclasses it is made of."""
+    return _unpack(template, tree, tensors)  # type: ignore[no-any-return]
+
+
+def _unpack(template: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    if "tensor" in tree:
+        return tensors[tree["tensor"]]
+    if "list" in tree:
+        return [_unpack(None, item, tensors) for item in tree["list"]]
+    items = dict(tree["items"])
+    if dataclasses.is_dataclass(template) and not isinstance(template, type):
+        return type(template)(**{key: _unpack(getattr(template, key), item, tensors) for key, item in items.items()})
+    return {key: _unpack(None, item, tensors) for key, item in items.items()}

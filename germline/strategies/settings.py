@@ -1,0 +1,96 @@
+"""Settings of strategies: their meaning beside their default, and their reading from text."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from germline.errors import BadInput, unknown
+from germline.optim import SGD, Adam, Moments, Optimiser, TorchOptimiser
+from germline.schedule import Schedule, Scheduled, value_at
+
+
+def setting(default: Any, meaning: str) -> Any:
+    """A field of a strategy with its default and one line of what it means."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+def optimiser_of(
+    choice: str | Callable[..., Any], scheduler: Callable[..., Any] | None, weight_decay: float
+) -> Optimiser:
+    """adam, sgd and momentum are this package's own, exact ones; torch.NAME and functions are torch's."""
+    if callable(choice):
+        return TorchOptimiser(choice, scheduler)
+    if choice.startswith("torch."):
+        names = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
+        if choice.removeprefix("torch.") not in names:
+            raise unknown("optimiser", choice, [f"torch.{n}" for n in names])
+        factory = getattr(torch.optim, choice.removeprefix("torch."))
+        settings = {"weight_decay": weight_decay} if weight_decay else {}
+        return TorchOptimiser(lambda parameters: factory(parameters, lr=1.0, **settings), scheduler)
+    if scheduler is not None:
+        raise BadInput(
+            f"A torch scheduler needs a torch optimiser, and {choice!r} is not one: give lr a schedule instead."
+        )
+    own: dict[str, Optimiser] = {
+        "adam": Adam(weight_decay=weight_decay),
+        "sgd": SGD(weight_decay=weight_decay),
+        "momentum": SGD(momentum=0.9, weight_decay=weight_decay),
+    }
+    if choice not in own:
+        raise unknown("optimiser", choice, [*own, "torch.NAME"])
+    return own[choice]
+
+
+def rate_at(optimiser: Optimiser, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int) -> float:
+    """The learning rate of a generation: that of torch's scheduler where there is one."""
+    rate = optimiser.rate(theta, moments) if isinstance(optimiser, TorchOptimiser) else None
+    return value_at(lr, generation) if rate is None else rate
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise unknown(name, value, choices)
+
+
+def check_positive(name: str, value: Any) -> None:
+    if isinstance(value, int | float) and not 0 < value < float("inf"):
+        raise BadInput(f"The setting {name} must be above 0, not {value}.")
+
+
+def parse(kind: Any, name: str, text: str) -> Any:
+    """A setting's value from the command line, by the type of its field."""
+    options = (
+        typing.get_args(kind)
+        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+        else (kind,)
+    )
+    if type(None) in options and text.lower() == "none":
+        return None
+    for option in options:
+        origin = typing.get_origin(option)
+        if origin is typing.Literal and text in typing.get_args(option):
+            return text
+        if option is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if option in (int, float):
+            try:
+                return option(text)
+            except ValueError:
+                continue
+        if option is str:
+            return text
+    if Schedule in options and "(" in text:
+        return Schedule.parse(text)
+    wanted = [w for option in options for w in described(option)]
+    raise BadInput(f"The setting {name} cannot be {text!r}: it takes {' or '.join(wanted)}.")
+
+
+def described(option: Any) -> list[str]:
+    if typing.get_origin(option) is typing.Literal:
+        return [str(choice) for choice in typing.get_args(option)]
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", type(None): "none"}
+    return [names[option]] if option in names else ["linear(START, STOP, GENERATIONS)"] if option is Schedule else []

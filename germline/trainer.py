@@ -1,0 +1,546 @@
+"""The loop: evaluate, tell, journal."""
+
+import copy
+import dataclasses
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.genome import Genome, theta_sha256
+from germline.journal import PROBE, Journal, Record, usable, write_whole
+from germline.noise import WORD, Field
+from germline.objective import Batch, Batches, Data, Objective
+from germline.population import Evaluator, Method, block_size, choose_method, prepared, refresh_statistics
+from germline.recipe import Recipe
+from germline.schedule import Schedule
+from germline.shaping import goodness, utilities
+from germline.strategies import AnyStrategy, Told, strategy_class
+from germline.version import __version__
+
+LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
+STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
+
+Row = dict[str, Any]  # one generation, as people see it
+
+
+@dataclass
+class Core:
+    """A strategy at work: the part that a run, its replay and a search in one's own loop have in common.
+
+    A replay that needs no gradient needs no module either; the genome is then given, and nothing can be evaluated.
+    """
+
+    module: nn.Module | None  # the user's own, which is copied and not touched
+    strategy: AnyStrategy
+    objective: Objective
+    fleet: Local
+    seed: int
+    block: int | None = None
+    method: Method | None = None
+    genome: Genome = field(default=None)  # type: ignore[assignment]
+    device: torch.device = field(init=False)
+    noise: Field = field(init=False)
+    state: Any = field(init=False)
+    evaluator: Evaluator | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.device = self.fleet.place()
+        if self.module is not None:
+            self.genome = Genome.of(self.module)
+            self.module = copy.deepcopy(self.module)
+            theta = self.genome.read(self.module, self.device)
+        else:
+            theta = torch.zeros(self.genome.size, dtype=self.genome.dtype, device=self.device)
+        self.noise = self.strategy.field(self.seed, self.genome)
+        self.state = self.strategy.init(theta)
+
+    def prepare(self, batch: Batch | None) -> Evaluator:
+        """Settles, once and for all, how blocks of members are evaluated."""
+        if self.evaluator is None:
+            assert self.module is not None
+            module, block = self.module, self.block or block_size(self.strategy.population, self.genome)
+
+            def evaluator(method: Method) -> Evaluator:
+                return Evaluator.of(module, self.genome, self.objective, self.device, block, method)
+
+            if self.method is None:
+                values = {"sigma": LADDER[2], "lr": 0.0}
+                candidates = self.strategy.ask(self.state, self.noise, 0, values)
+                self.method = choose_method(evaluator, candidates, batch)
+            self.block, self.evaluator = block, evaluator(self.method)
+        return self.evaluator
+
+    def evaluate(self, generation: int, batch: Batch | None) -> Told:
+        evaluator = self.prepare(batch)
+        values = self.strategy.values(self.state, generation)
+        if self.strategy.needs_gradient:
+            return self.differentiate(generation, batch, values)
+        candidates = self.strategy.ask(self.state, self.noise, generation, values)
+        scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
+        return Told(generation, scores, values)
+
+    def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> Told:
+        if batch is None:
+            raise BadInput(
+                f"The strategy {self.strategy.name} needs data and a loss of (output, target), not an objective."
+            )
+        try:
+            scores, gradient = self.fleet.gradient(self.prepare(batch), self.state.theta, batch)
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                message = "The loss has no gradient, which the strategy 'gradient' needs: use openai-es for it."
+                raise BadInput(message) from error
+            raise
+        return Told(generation, scores, values, gradient)
+
+    def tell(self, told: Told) -> None:
+        self.state = self.strategy.tell(self.state, told, self.noise, maximize=self.objective.maximize)
+
+    def probe(self, batch: Batch | None) -> Told:
+        """Chooses sigma: the one for which two halves of a population agree best on where to go."""
+        evaluator = self.prepare(batch)
+        half = self.strategy.population // 4 * 2 or 1  # whole pairs
+        found, all_scores = [], []
+        for i, sigma in enumerate(LADDER):
+            address = WORD - 1 - i  # generations that no run reaches
+            candidates = self.strategy.ask(self.state, self.noise, address, {"sigma": sigma})
+            scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
+            all_scores.append(scores)
+            found.append((self._agreement(scores, half, address), sigma))
+        return Told(PROBE, np.concatenate(all_scores), {"sigma": max(found)[1]})
+
+    def _agreement(self, scores: NDArray[np.float32], half: int, generation: int) -> float:
+        """The cosine between the directions that two halves of the population give."""
+        directions = []
+        for part in (slice(0, half), slice(half, 2 * half)):
+            weights = utilities(scores[part], "ranks", maximize=self.objective.maximize)
+            if weights is None:
+                return -1.0
+            members = np.arange(self.strategy.population)[part]
+            noise = self.noise.members(members, generation, self.device)
+            directions.append(noise.weighted_sum(weights, (0, self.genome.size)).double())
+        a, b = directions
+        return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run ends; the first that is met."""
+
+    generations: int | None = None
+    seconds: float | None = None
+    target: tuple[str, float] | None = None  # a metric and the value to reach
+
+    def reason(self, session: "Session") -> str | None:
+        if self.target is not None:
+            metric, value = self.target
+            reached = session.metrics.get(metric)
+            lower_is_better = metric.endswith(("_loss", "_mse"))
+            if reached is not None and (reached <= value if lower_is_better else reached >= value):
+                return "target"
+        if self.generations is not None and session.generation >= self.generations:
+            return "generations"
+        if self.seconds is not None and session.seconds >= self.seconds:
+            return "seconds"
+        return "interrupt" if session.interrupted else None
+
+
+@dataclass
+class Session:
+    """A run in progress: a core, its data and its journal."""
+
+    core: Core
+    recipe: Recipe | None  # none where the journal is only replayed
+    journal: Journal
+    splits: dict[str, Data]
+    batches: Batches | None
+    generation: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[Row] = field(default_factory=list)
+    interrupted: bool = False
+
+    def step(self) -> Row:
+        """One generation; when this returns it is on disk."""
+        assert self.recipe is not None
+        began = time.perf_counter()
+        core, generation = self.core, self.generation
+        batch = self.batch(generation)
+        told = core.evaluate(generation, batch)
+        core.tell(told)
+        self.generation += 1
+        metrics = self.measure(batch) if self.generation % self.recipe.evaluate_every == 0 else {}
+        seconds = time.perf_counter() - began
+        digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
+        samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
+        side = {"seconds": round(seconds, 6), "samples": samples, **({"metrics": metrics} if metrics else {})}
+        self.journal.append(told, digest, side)
+        if self.generation % self.recipe.snapshot_every == 0:
+            self.journal.save(core.state, self.generation)
+        return self.note(Record(told, digest, side))
+
+    def note(self, record: Record) -> Row:
+        """Adds a record to what is known of the run."""
+        self.seconds += record.side["seconds"]
+        self.samples += record.side["samples"]
+        self.metrics |= record.side.get("metrics", {})
+        row = describe(record, self.core.objective.maximize) | {"total_seconds": self.seconds}
+        self.history.append(row)
+        return row
+
+    def batch(self, generation: int) -> Batch | None:
+        return self.batches.batch(generation, self.core.device) if self.batches is not None else None
+
+    def measure(self, batch: Batch | None) -> dict[str, float]:
+        """The centre's score on the batch at hand, and the metrics of dev and test."""
+        model = self.model()
+        name = "score" if self.core.objective.maximize else "loss"
+        with torch.no_grad():
+            found = {f"centre_{name}": float(self.core.objective.score(model, batch))}
+            for split in ("dev", "test"):
+                if split in self.splits:
+                    values = self.core.objective.evaluate(model, self.splits[split], self.core.device)
+                    found |= {f"{split}_{key}": value for key, value in values.items()}
+        return found
+
+    def model(self) -> nn.Module:
+        """The centre as a module, in evaluation mode."""
+        model = self.core.module
+        assert model is not None
+        self.core.genome.write(self.core.state.theta, model)
+        model.to(self.core.device).eval()
+        if self.batches is not None:
+            refresh_statistics(model, (self.batches.batch(g, self.core.device) for g in range(STATISTICS_BATCHES)))
+        return model
+
+    def finish(self, stopped_by: str) -> dict[str, Any]:
+        """What the run came to; with the final snapshot and the exported model on disk."""
+        core = self.core
+        self.journal.save(core.state, self.generation)
+        model = self.model()
+        self.metrics |= self.measure(self.batch(max(self.generation - 1, 0)))
+        if "train" in self.splits and not core.objective.of_model:
+            values = core.objective.evaluate(model, self.splits["train"], core.device)
+            self.metrics |= {f"train_{key}": value for key, value in values.items()}
+        export(model, self.journal.path / "model.safetensors")
+        on_gpu = core.device.type == "cuda"
+        return {
+            "run": str(self.journal.path),
+            "recipe": self.journal.header["recipe"],
+            "strategy": core.strategy.name,
+            "generations": self.generation,
+            "evaluations": self.generation * core.strategy.population,
+            "samples": self.samples,
+            "seconds": round(self.seconds, 3),
+            "metrics": {key: round(value, 6) for key, value in sorted(self.metrics.items())},
+            "theta_sha256": theta_sha256(core.state.theta),
+            "bytes_sent": 0,
+            "bytes_received": 0,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak_memory(),
+            "stopped_by": stopped_by,
+        }
+
+
+@contextmanager
+def interruptible(session: Session) -> Iterator[None]:
+    """The first Ctrl-C ends the run after the generation at hand; the second ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        if session.interrupted:
+            raise KeyboardInterrupt
+        session.interrupted = True
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def run(session: Session, stop: Stop, callbacks: Sequence[Callable[[Session, Row], None]] = ()) -> dict[str, Any]:
+    """The loop."""
+    with interruptible(session):
+        while (reason := stop.reason(session)) is None:
+            row = session.step()
+            for callback in callbacks:
+                callback(session, row)
+    return session.finish(reason)
+
+
+def start(recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any]) -> Session:
+    """A new run, with generation 0 on disk."""
+    splits = recipe.splits()
+    core = Core(recipe.model, recipe.strategy, recipe.objective_with(splits.get("train")), fleet, seed)
+    batches = batches_of(recipe, splits, seed)
+    batch = batches.batch(0, core.device) if batches is not None else None
+    refuse_misfit(core, batch)
+    core.prepare(batch)
+    header = {
+        "recipe": about.get("recipe"),
+        "recipe_settings": about.get("recipe_settings", {}),
+        "strategy": core.strategy.name,
+        "settings": settings_of(core.strategy),
+        "maximize": core.objective.maximize,
+        "seed": seed,
+        "layout": core.genome.described(),
+        "data": {name: data.fingerprint for name, data in splits.items()},
+        "batch_size": batches.batch_size if batches is not None else None,
+        "block": core.block,
+        "method": core.method,
+        "initial_theta_sha256": theta_sha256(core.state.theta),
+        "device": str(core.device),
+        "versions": {"germline": __version__, "torch": torch.__version__, "numpy": np.__version__},
+        "machine": f"{platform.system()} {platform.machine()}, {processor()}, Python {platform.python_version()}",
+        "command": about.get("command"),
+        "stop": about.get("stop", {}),
+    }
+    session = Session(core, recipe, Journal.create(path, header, core.state), splits, batches)
+    choose_sigma(session)
+    return session
+
+
+def choose_sigma(session: Session) -> None:
+    """Where sigma is auto, probes and journals the choice."""
+    core = session.core
+    if getattr(core.strategy, "sigma", None) != "auto":
+        return
+    began = time.perf_counter()
+    batch = session.batch(0)
+    told = core.probe(batch)
+    samples = told.scores.size * (batch.size if batch else 1)
+    side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples}
+    session.journal.append(told, None, side)
+    settle(session, Record(told, None, side))
+
+
+def resume(recipe: Recipe, journal: Journal, fleet: Local) -> Session:
+    """A run as its journal left it, ready for the next generation."""
+    session = rebuild(recipe, journal, fleet)
+    replay(session)
+    choose_sigma(session)
+    return session
+
+
+def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Session:
+    """A run before its first generation, from the recipe it was begun with."""
+    header = journal.header
+    splits = recipe.splits()
+    strategy = revive(header, recipe.strategy)
+    objective = recipe.objective_with(splits.get("train"))
+    core = Core(recipe.model, strategy, objective, fleet, header["seed"], header["block"], header["method"])
+    differences = {
+        "model": (core.genome.described(), header["layout"]),
+        "objective": (objective.maximize, header["maximize"]),
+        **{f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()},
+    }
+    for what, (here, there) in differences.items():
+        if here != there:
+            raise BadInput(f"The {what} is not that of {journal.path}: a run goes on only with what it began with.")
+    batches = batches_of(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
+    return Session(core, recipe, journal, splits, batches)
+
+
+def reopen(journal: Journal) -> Session:
+    """A run from its journal alone, for strategies that need no gradient: to be replayed, not to go on."""
+    header = journal.header
+    nothing = Objective(lambda model: float("nan"), header["maximize"], of_model=True)
+    genome = Genome.from_description(header["layout"])
+    core = Core(None, revive(header), nothing, Local("cpu"), header["seed"], genome=genome)
+    return Session(core, None, journal, {}, None)
+
+
+def replay(session: Session, until: int | None = None, *, from_start: bool = False) -> None:
+    """Folds the journal's records into the State: from the latest snapshot, or all of them."""
+    core, journal = session.core, session.journal
+    records = list(journal.records())
+    if records and records[0].told.generation == PROBE:
+        settle(session, records.pop(0))
+    length = len(records) if until is None else until
+    if length > len(records):
+        raise BadInput(f"{journal.path} has {len(records)} generations, so there is no generation {length}.")
+    first, core.state = journal.latest(core.state, 0 if from_start else length, core.device)
+    if first == 0 and theta_sha256(core.state.theta) != journal.header["initial_theta_sha256"]:
+        raise BadInput(f"Snapshot 0 of {journal.path} is not the one the run began with: restore it from a copy.")
+    for record in records[:length]:
+        if record.told.generation >= first:
+            fold(session, record)
+            if record.theta_sha256 not in (None, theta_sha256(core.state.theta)):
+                go_on_from_snapshot(core, record.told.generation + 1, journal)
+        session.note(record)
+        session.generation = record.told.generation + 1
+
+
+def fold(session: Session, record: Record) -> None:
+    """The State after one more record; a gradient, which records do not hold, is computed again."""
+    core, told = session.core, record.told
+    if core.strategy.needs_gradient:
+        told = core.differentiate(told.generation, session.batch(told.generation), told.values)
+    core.tell(told)
+
+
+def go_on_from_snapshot(core: Core, generation: int, journal: Journal) -> None:
+    """Where backprop gives other last bits than on the machine that wrote the journal."""
+    later = [g for g in journal.snapshots() if g >= generation]
+    if not later:
+        message = (
+            f"Generation {generation} of {journal.path} comes out differently here: backprop gives other last bits "
+        )
+        raise BadInput(message + "on this machine, and there is no later snapshot to go on from.")
+    core.state = journal.load(core.state, later[0], core.device)
+
+
+def settle(session: Session, record: Record) -> None:
+    """From the probe's record on, sigma is the one that it chose."""
+    session.core.strategy = replace(session.core.strategy, sigma=record.told.values["sigma"])  # type: ignore[type-var]
+    session.seconds += record.side["seconds"]
+    session.samples += record.side["samples"]
+
+
+def verify(session: Session) -> dict[str, Any]:
+    """Replays everything from the beginning and compares every hash and every snapshot on the way."""
+    journal, core = session.journal, session.core
+    template, snapshots, checked = core.state, journal.snapshots(), 0
+    replay(session, until=0, from_start=True)
+    for record in journal.records():
+        if record.told.generation == PROBE:
+            continue
+        fold(session, record)
+        session.generation = record.told.generation + 1
+        digest = theta_sha256(core.state.theta)
+        if record.theta_sha256 not in (None, digest):
+            raise BadInput(f"Generation {session.generation} of {journal.path} replays to other weights than it had.")
+        if session.generation in snapshots:
+            saved = journal.load(template, session.generation, core.device)
+            if theta_sha256(saved.theta) != digest:
+                raise BadInput(f"Snapshot {session.generation} of {journal.path} is not what its records replay to.")
+            checked += 1
+    return {"generations": session.generation, "snapshots": checked + 1, "theta_sha256": theta_sha256(core.state.theta)}
+
+
+def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int) -> Batches | None:
+    if "train" not in splits:
+        return None
+    train = splits["train"]
+    size = recipe.batch_size or train.batch_size or train.length
+    if size < 1:
+        raise BadInput(f"The batch size must be at least 1, not {size}.")
+    return Batches(train, min(size, train.length), seed)
+
+
+@torch.no_grad()
+def refuse_misfit(core: Core, batch: Batch | None) -> None:
+    """Runs the user's own module once, so that what does not fit is said in terms of the user's own shapes."""
+    if batch is None and not core.objective.of_model:
+        raise BadInput("A loss or score of (output, target) needs data=.")
+    assert core.module is not None
+    try:
+        core.objective.score(prepared(core.module).to(core.device), batch)
+    except Exception as error:
+        shapes = [tuple(a.shape) for a in batch.args if isinstance(a, torch.Tensor)] if batch else []
+        message = f"The model or the loss cannot be run on a batch with inputs of shape {shapes}: {error}"
+        raise BadInput(message) from error
+
+
+def settings_of(strategy: AnyStrategy) -> dict[str, Any]:
+    """A strategy's settings as JSON."""
+    values = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}  # type: ignore[arg-type]
+    return {name: described(value) for name, value in values.items()}
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        return {"schedule": str(value)}
+    return {"function": getattr(value, "__qualname__", repr(value))} if callable(value) else value
+
+
+def revive(header: Mapping[str, Any], given: AnyStrategy | None = None) -> AnyStrategy:
+    """The strategy of a run from its header; functions, which a header cannot hold, from the one given."""
+    settings = {}
+    for name, value in header["settings"].items():
+        if isinstance(value, dict) and "schedule" in value:
+            value = Schedule.parse(value["schedule"])
+        elif isinstance(value, dict) and "function" in value:
+            if given is None or described(getattr(given, name, None)) != value:
+                where = "go on from the Python code that began the run, with gl.train(..., resume=...)"
+                raise BadInput(f"The setting {name} of this run is the function {value['function']}: {where}.")
+            value = getattr(given, name)
+        settings[name] = value
+    strategy: AnyStrategy = strategy_class(header["strategy"])(**settings)
+    return strategy
+
+
+def describe(record: Record, maximize: bool) -> Row:
+    """One generation in numbers for people."""
+    scores = record.told.scores
+    good = goodness(scores, maximize)
+    finite = scores[np.isfinite(scores)]
+    return {
+        "generation": record.told.generation,
+        "best": float(scores[int(good.argmax())]),
+        "mean": float(finite.mean()) if finite.size else float("nan"),
+        "spread": float(finite.std()) if finite.size else float("nan"),
+        "skipped": not finite.size,
+        "members": int(scores.size),
+        "seconds": record.side["seconds"],
+        **record.told.values,
+        **record.side.get("metrics", {}),
+    }
+
+
+def export(model: nn.Module, file: Path) -> None:
+    """The model's state_dict, tied weights once, as safetensors."""
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    write_whole(file, save(tensors))
+
+
+def export_theta(genome: Genome, theta: torch.Tensor, file: Path) -> None:
+    """The trainable parameters by name, tied ones once, as safetensors."""
+    from safetensors.torch import save
+
+    views = genome.views(theta.detach().cpu())
+    with usable(file):
+        write_whole(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))
+
+
+def peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
