@@ -5,6 +5,7 @@ the tensor's type, tensor / tensor, comparisons, conversions, and a correctly ro
 not). Scalars are computed in Python's float64 and rounded once. Every function may be given any span of columns.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -120,11 +121,11 @@ class TorchOptimiser:
                 group["lr"] = rate
         parameter.grad = gradient
         optimiser.step()
-        foreign = {"optimizer": optimiser.state_dict()}
+        foreign = {}
         if scheduler is not None:
             scheduler.step()
             foreign["scheduler"] = scheduler.state_dict()
-        return parameter.detach(), Moments(foreign=foreign)
+        return parameter.detach(), Moments(foreign=foreign | {"optimizer": optimiser.state_dict()})
 
     def rate(self, theta: torch.Tensor, moments: Moments) -> float | None:
         """The learning rate of the next step, where a scheduler decides it."""
@@ -137,7 +138,7 @@ class TorchOptimiser:
         optimiser = self.make([parameter])
         scheduler = self.make_scheduler(optimiser) if self.make_scheduler else None
         if moments.foreign:
-            optimiser.load_state_dict(moments.foreign["optimizer"])
+            optimiser.load_state_dict(copy.deepcopy(moments.foreign["optimizer"]))  # torch steps in place
             if scheduler is not None:
                 scheduler.load_state_dict(moments.foreign["scheduler"])
         return optimiser, scheduler

@@ -17,10 +17,9 @@ CLIP = 8 * ONE
 
 def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDArray[np.int64] | None:
     """One integer per member, or None where no score is finite and a generation has nothing to say."""
-    values = np.asarray(scores, np.float32)
-    if not np.isfinite(values).any():
+    if not np.isfinite(single(scores)).any():
         return None
-    return ranks(values, maximize=maximize) if shaping == "ranks" else zscores(values, maximize=maximize)
+    return ranks(scores, maximize=maximize) if shaping == "ranks" else zscores(scores, maximize=maximize)
 
 
 def unit(shaping: Shaping, population: int) -> float:
@@ -59,5 +58,10 @@ def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
 
 def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
     """Larger is better; minus infinity for what is not finite."""
-    values = np.asarray(scores, np.float32)
+    values = single(scores)
     return np.where(np.isfinite(values), values if maximize else -values, -np.inf).astype(np.float32)
+
+
+def single(scores: NDArray[Any]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+        return np.asarray(scores, np.float32)

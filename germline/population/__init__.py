@@ -91,10 +91,13 @@ class Evaluator:
         return as_scalar(self.objective.function(output, batch.target), self.device)
 
     def named(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each parameter of all members in memory of its own, so that it begins at an aligned address."""
+        """Each parameter of all members in memory of its own, so that it begins at an aligned address.
+
+        A tied parameter goes by its first name alone: functional_call knows the others.
+        """
         views = self.genome.views(weights)
-        copies = {id(view): view.clone(memory_format=torch.contiguous_format) for view in views.values()}
-        return {name: copies[id(view)] for name, view in views.items()}
+        first = (slot.name for slot in self.genome.slots)
+        return {name: views[name].clone(memory_format=torch.contiguous_format) for name in first}
 
     def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
         """The score of the centre on a batch, and its gradient by backprop."""
@@ -146,7 +149,7 @@ def as_scalar(score: Any, device: torch.device) -> torch.Tensor:
 
 def prepared(module: nn.Module) -> nn.Module:
     """A copy that computes without side effects: dropout off, batch norm by the statistics of its own batch."""
-    module = copy.deepcopy(module).eval().requires_grad_(False)
+    module = copy.deepcopy(module).eval()
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.track_running_stats = False

@@ -1,0 +1,98 @@
+"""Runs that are there to be killed.
+
+    python nursery.py     reads lines of JSON from standard input, forks a child for each, and answers with its pid and,
+                          when it has ended, its exit status
+
+Python, torch and the kernels are loaded once; each child is a process of its own that may die at any instant.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from germline import OpenAIES, Recipe, trainer
+from germline.fleet import Local
+from germline.genome import theta_sha256
+from germline.journal import Journal
+from germline.recipe import seeded
+from germline.strategies import AnyStrategy, Gradient
+
+STRATEGIES: dict[str, AnyStrategy] = {
+    "openai-es": OpenAIES(population=16, sigma=0.1, lr=0.05),
+    "auto": OpenAIES(population=16, sigma="auto", lr=0.05, rank=1, weight_decay=0.01),
+    "gradient": Gradient(lr=0.01),
+}
+
+
+def recipe(strategy: str) -> Recipe:
+    x = torch.linspace(-1, 1, 160).reshape(32, 5)
+    return Recipe(
+        model=seeded(0, lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))),
+        data=(x, x[:, :3].argmax(1)),
+        loss=F.cross_entropy,
+        strategy=STRATEGIES[strategy],
+        batch_size=8,
+        evaluate_every=5,
+        snapshot_every=7,
+    )
+
+
+def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> None:
+    """Starts or resumes a run and takes it to its end, or kills itself at the n-th step of writing to disk."""
+    made = recipe(strategy)
+    steps = 0
+
+    def step(*_: object) -> int:
+        nonlocal steps
+        steps += 1
+        if steps == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    if dies_at is not None:
+        fsync = os.fsync
+        os.fsync = lambda handle: (step(), fsync(handle), step())[1]  # type: ignore[assignment,func-returns-value]
+    if path.exists():
+        session = trainer.resume(made, Journal.open(path), Local("cpu"))
+    else:
+        session = trainer.start(made, path, seed=5, fleet=Local("cpu"), about={})
+    if dies_at is not None:
+        session.journal.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
+    trainer.run(session, trainer.Stop(generations=generations))
+    session.journal.close()
+    (path / "hash").write_text(theta_sha256(session.core.state.theta))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    random.seed(0)
+    strategy = STRATEGIES["openai-es"]
+    genome = trainer.Genome.of(recipe("openai-es").model)  # type: ignore[attr-defined]
+    state = strategy.init(torch.zeros(genome.size))
+    field = strategy.field(0, genome)
+    strategy.ask(state, field, 0, {"sigma": 0.1}).weights(trainer.np.arange(4), 0, genome.size)  # type: ignore[attr-defined]
+    field.members(range(4), 0).weighted_sum([1, 2, 3, 4], (0, genome.size))  # compiles both kernels before any fork
+    print("ready", flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            try:
+                live(Path(task["path"]), task["strategy"], task["generations"], task["dies_at"])
+            except BaseException as error:
+                print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os._exit(3)
+            os._exit(0)
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""The journal: whole, small, and never silently wrong."""
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from germline import OpenAIES, Recipe, trainer
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.genome import theta_sha256
+from germline.journal import Journal
+from germline.recipe import seeded
+from germline.report import rows_of
+from germline.strategies import Gradient, Told
+
+X = torch.linspace(-1, 1, 400).reshape(80, 5)
+
+
+def recipe(**changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "model": seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))),
+        "data": (X, X[:, :3].argmax(1)),
+        "loss": F.cross_entropy,
+        "strategy": OpenAIES(population=16),
+        "batch_size": 16,
+        "snapshot_every": 10,
+    }
+    return Recipe(**settings | changes)
+
+
+def finished(path: Path, generations: int, made: Recipe | None = None, callbacks: Any = ()) -> dict[str, Any]:
+    session = trainer.start(made or recipe(), path, seed=1, fleet=Local("cpu"), about={})
+    summary = trainer.run(session, trainer.Stop(generations=generations), callbacks)
+    session.journal.close()
+    return summary
+
+
+def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path: Path) -> None:
+    hashes: list[str] = []
+
+    def remember(session: trainer.Session, row: trainer.Row) -> None:
+        hashes.append(theta_sha256(session.core.state.theta))
+
+    finished(tmp_path / "run", 500, recipe(strategy=OpenAIES(population=256)), [remember])
+    assert (tmp_path / "run" / "journal.sqlite").stat().st_size < 1_000_000
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["journal.sqlite", "model.safetensors", "snapshots"]
+    session = trainer.reopen(Journal.open(tmp_path / "run"))
+    trainer.replay(session, until=0, from_start=True)
+    for record in session.journal.records():
+        trainer.fold(session, record)
+        assert theta_sha256(session.core.state.theta) == hashes[record.told.generation]
+    for generation in (0, 1, 9, 10, 11, 250, 499, 500):  # from the snapshot before each
+        session = trainer.reopen(Journal.open(tmp_path / "run"))
+        trainer.replay(session, until=generation)
+        if generation:
+            assert theta_sha256(session.core.state.theta) == hashes[generation - 1]
+    with pytest.raises(BadInput, match="no generation 501"):
+        trainer.replay(trainer.reopen(Journal.open(tmp_path / "run")), until=501)
+
+
+def everything(path: Path) -> tuple[Any, ...]:
+    """All that can be asked of a run."""
+    found = trainer.verify(trainer.reopen(Journal.open(path)))
+    rows = rows_of(Journal.open(path))
+    resumed = trainer.resume(recipe(), Journal.open(path), Local("cpu"))
+    return found, repr(rows), theta_sha256(resumed.core.state.theta), resumed.generation, resumed.seconds, resumed.samples
+
+
+def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
+    chance = random.Random(0)
+    for i in range(200):
+        kind = ("flip", "cut", "duplicate", "zero")[i % 4]
+        at, length = chance.randrange(len(content)), chance.randrange(1, 5000)
+        if kind == "flip":
+            yield kind, content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+        elif kind == "cut":
+            yield kind, content[:at] + (content[at + length :] if chance.random() < 0.5 else b"")
+        elif kind == "duplicate":
+            yield kind, content[: at + length] + content[at:]
+        else:
+            yield kind, content[:at] + bytes(min(length, len(content) - at)) + content[at + length :]
+
+
+def test_a_damaged_journal_is_refused_or_harmless(tmp_path: Path) -> None:
+    finished(tmp_path / "run", 24)
+    expected = everything(tmp_path / "run")
+    content = (tmp_path / "run" / "journal.sqlite").read_bytes()
+    refused = 0
+    for kind, damaged in damages(content):
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        (tmp_path / "copy" / "journal.sqlite").write_bytes(damaged)
+        try:
+            found = everything(tmp_path / "copy")
+        except BadInput:
+            refused += 1
+        else:
+            assert found == expected, kind
+    assert refused > 100  # the rest fell on parts of the file that hold nothing
+
+
+def test_an_edited_record_is_refused(tmp_path: Path) -> None:
+    finished(tmp_path / "run", 12)
+    edits = [
+        "UPDATE record SET scores = zeroblob(64) WHERE generation = 5",
+        "UPDATE record SET vals = '{\"lr\":9.0,\"sigma\":0.05}' WHERE generation = 5",
+        "UPDATE record SET side = '{\"seconds\":1.0}' WHERE generation = 5",
+        "DELETE FROM record WHERE generation = 5",
+        "DELETE FROM record WHERE generation = 11",
+        "DELETE FROM record",
+        "DELETE FROM tip",
+        "UPDATE record SET generation = 99 WHERE generation = 11",
+        "UPDATE header SET json = replace(json, '\"seed\":1', '\"seed\":2')",
+        "DELETE FROM header",
+        "DROP TABLE record",
+    ]
+    for edit in edits:
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        connection = sqlite3.connect(tmp_path / "copy" / "journal.sqlite")
+        with connection:
+            connection.execute(edit)
+        connection.close()
+        with pytest.raises(BadInput, match=r"damaged|missing|cannot be used"):
+            everything(tmp_path / "copy")
+
+
+def test_damaged_snapshots_cost_a_longer_replay_or_are_refused(tmp_path: Path) -> None:
+    summary = finished(tmp_path / "run", 24)
+    for name in ("00000020", "00000024"):
+        file = tmp_path / "run" / "snapshots" / f"{name}.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 4
+        file.write_bytes(content)
+    resumed = trainer.resume(recipe(), Journal.open(tmp_path / "run"), Local("cpu"))
+    assert theta_sha256(resumed.core.state.theta) == summary["theta_sha256"]
+    with pytest.raises(BadInput, match="damaged"):
+        trainer.verify(trainer.reopen(Journal.open(tmp_path / "run")))
+    (tmp_path / "run" / "snapshots" / "00000000.safetensors").unlink()
+    (tmp_path / "run" / "snapshots" / "00000010.safetensors").unlink()
+    with pytest.raises(BadInput, match=r"damaged or missing"):
+        trainer.resume(recipe(), Journal.open(tmp_path / "run"), Local("cpu"))
+
+
+def foreign() -> dict[str, Recipe]:
+    return {
+        "model": recipe(model=nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))),
+        "train data": recipe(data=(X + 1, X[:, :3].argmax(1))),
+        "objective": recipe(loss=None, score=lambda output, target: -F.cross_entropy(output, target)),
+    }
+
+
+@pytest.mark.parametrize("what", ["model", "train data", "objective"])
+def test_a_run_does_not_go_on_with_something_else(what: str, tmp_path: Path) -> None:
+    finished(tmp_path / "run", 3)
+    with pytest.raises(BadInput, match=f"{what} is not that of"):
+        trainer.resume(foreign()[what], Journal.open(tmp_path / "run"), Local("cpu"))
+
+
+@pytest.mark.parametrize("key", ["noise_version", "format"])
+def test_another_version_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(tmp_path / "run", 3)
+    monkeypatch.setattr({"noise_version": "germline.noise.VERSION", "format": "germline.journal.FORMAT"}[key], 2)
+    with pytest.raises(BadInput, match="use germline"):
+        Journal.open(tmp_path / "run")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    finished(tmp_path / "run", 3)
+    before = (tmp_path / "run" / "journal.sqlite").read_bytes()
+    with pytest.raises(BadInput, match="exists already"):
+        finished(tmp_path / "run", 3)
+    assert (tmp_path / "run" / "journal.sqlite").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_two_writers_are_noticed(tmp_path: Path) -> None:
+    finished(tmp_path / "run", 3)
+    one, two = (trainer.resume(recipe(), Journal.open(tmp_path / "run"), Local("cpu")) for _ in range(2))
+    one.step()
+    with pytest.raises(BadInput, match="another process"):
+        two.step()
+
+
+def test_a_generation_without_scores_changes_nothing_and_says_so(tmp_path: Path) -> None:
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return output.sum() * float("nan")
+
+    session = trainer.start(recipe(loss=broken), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    before = theta_sha256(session.core.state.theta)
+    row = session.step()
+    assert row["skipped"]
+    assert theta_sha256(session.core.state.theta) == before
+
+
+def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Path) -> None:
+    """A record's hash that cannot be met here stands for a machine whose last bits differ."""
+    made = recipe(strategy=Gradient())
+    session = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    for g in range(12):
+        told = session.core.evaluate(g, session.batch(g))
+        session.core.tell(told)
+        session.journal.append(told, "elsewhere" if g == 3 else theta_sha256(session.core.state.theta),
+                               {"seconds": 0.0, "samples": 0})  # fmt: skip
+        session.generation += 1
+    with pytest.raises(BadInput, match="other last bits"):
+        trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
+    session.journal.save(session.core.state, 12)
+    resumed = trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
+    assert theta_sha256(resumed.core.state.theta) == theta_sha256(session.core.state.theta)
+    with pytest.raises(BadInput, match="replays to other weights"):
+        trainer.verify(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")))
+
+
+def test_scores_are_kept_exactly(tmp_path: Path) -> None:
+    session = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    scores = np.array([np.nan, np.inf, -0.0, 1e-45, 3.1415927], np.float32)
+    session.journal.append(Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3})
+    (record,) = Journal.open(tmp_path / "run").records()
+    assert record.told.scores.tobytes() == scores.tobytes()
+    assert record.told.values == {"sigma": 0.1, "lr": 1e-300}

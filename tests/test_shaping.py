@@ -1,0 +1,56 @@
+"""Scores to integer utilities."""
+
+import math
+
+import numpy as np
+import pytest
+
+from germline.shaping import CLIP, ONE, ranks, unit, utilities, zscores
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 7, 50])
+def test_ranks_are_how_many_are_worse_less_how_many_are_better(size: int, maximize: bool) -> None:
+    random = np.random.default_rng(size)
+    scores = random.integers(0, 10, size).astype(np.float32)  # with ties
+    scores[random.random(size) < 0.1] = random.choice([NAN, INF, -INF])
+
+    def better(a: float, b: float) -> bool:
+        if not math.isfinite(b):
+            return math.isfinite(a)
+        return math.isfinite(a) and (a > b if maximize else a < b)
+
+    expected = [sum(better(a, b) for b in scores) - sum(better(b, a) for b in scores) for a in scores]
+    assert ranks(scores, maximize=maximize).tolist() == expected
+    assert sum(expected) == 0
+
+
+def test_scores_are_float32_before_anything_else() -> None:
+    assert ranks(np.array([1.0, 1.0 + 1e-12]), maximize=True).tolist() == [0, 0]
+    assert utilities(np.array([1e300, 1.0]), "ranks", maximize=True) is not None
+    assert ranks(np.array([1e300, 1.0]), maximize=True).tolist() == [-1, 1]  # infinite in float32, hence worst
+
+
+def test_zscores_by_hand() -> None:
+    # mean 4, deviation sqrt((9 + 1 + 16) / 3): (1 - 4) / 2.943920 = -1.019049
+    got = zscores(np.array([1.0, 3.0, 8.0]), maximize=True)
+    assert (got / ONE).tolist() == pytest.approx([-1.019049, -0.339683, 1.358732], abs=1 / ONE)
+    assert zscores(np.array([1.0, 3.0, 8.0]), maximize=False).tolist() == (-got).tolist()
+    assert zscores(np.array([5.0, 5.0, NAN]), maximize=True).tolist() == [0, 0, -CLIP]
+    wild = np.array([0.0] * 1000 + [1.0])
+    assert zscores(wild, maximize=True).max() == CLIP
+
+
+@pytest.mark.parametrize("shaping", ["ranks", "zscore"])
+def test_a_generation_without_a_finite_score_says_nothing(shaping: str) -> None:
+    assert utilities(np.array([NAN, INF, -INF]), shaping, maximize=True) is None  # type: ignore[arg-type]
+    some = utilities(np.array([NAN, 2.0, -INF]), shaping, maximize=True)  # type: ignore[arg-type]
+    assert some is not None
+    assert some.argmax() == 1
+
+
+def test_centred_ranks_span_one() -> None:
+    spread = ranks(np.arange(10.0), maximize=True) * unit("ranks", 10)
+    assert (spread.min(), spread.max()) == (-0.5, 0.5)
