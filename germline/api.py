@@ -22,7 +22,15 @@ from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: the trained model, one row per generation, the directory, and the numbers it came to."""
+    """A finished run: the trained model, one row per generation, the directory, and the numbers it came to.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result = train(nn.Linear(2, 1), objective=lambda net: net.bias.item() ** 2, generations=5, run=directory)
+    >>> len(result.history), result.summary["stopped_by"], sorted(result.history[0])[:3]
+    (5, 'generations', ['best', 'generation', 'lr'])
+    """
 
     model: nn.Module
     history: list[dict[str, Any]]
@@ -74,9 +82,20 @@ def train(
     if generations is None and seconds is None and target is None:
         generations = 300
     recipe = Recipe(
-        model, data, dev, test, loss, score, objective, maximize, metrics, strategy or OpenAIES(),
-        batch_size=batch_size, evaluate_every=evaluate_every, snapshot_every=snapshot_every,
-    )  # fmt: skip
+        model,
+        data,
+        dev,
+        test,
+        loss,
+        score,
+        objective,
+        maximize,
+        metrics,
+        strategy or OpenAIES(),
+        batch_size=batch_size,
+        evaluate_every=evaluate_every,
+        snapshot_every=snapshot_every,
+    )
     fleet = fleet or Local()
     if resume is not None:
         if run is not None:

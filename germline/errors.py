@@ -5,7 +5,15 @@ from difflib import get_close_matches
 
 
 class BadInput(ValueError):
-    """Something that was asked for cannot be done; the message is a sentence that says what to do about it."""
+    """Something that was asked for cannot be done; the message is a sentence that says what to do about it.
+
+    >>> import germline as gl
+    >>> try:
+    ...     gl.OpenAIES(population=7)
+    ... except gl.BadInput as error:
+    ...     print(error)
+    The population must be an even number of at least 2, not 7.
+    """
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> BadInput:

@@ -15,7 +15,14 @@ from germline.strategies import AnyStrategy, OpenAIES
 class Recipe:
     """A model, its data, what is wanted of it, and how to train it.
 
-    Give one of ``loss`` (minimised), ``score`` (maximised) and ``objective`` (a function of the model).
+    Give one of ``loss`` (minimised), ``score`` (maximised) and ``objective`` (a function of the model). A function that
+    returns a Recipe can be given to ``germline train`` as FILE.py or module:function; its keyword arguments are the
+    recipe's settings.
+
+    >>> x = torch.randn(100, 4)
+    >>> recipe = Recipe(model=nn.Linear(4, 1), data=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss)
+    >>> recipe.strategy.name, recipe.generations
+    ('openai-es', 300)
     """
 
     model: nn.Module
@@ -44,7 +51,12 @@ class Recipe:
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """A module whose initial weights are a function of the seed; torch's global generator is left as it was."""
+    """A module whose initial weights are a function of the seed; torch's global generator is left as it was.
+
+    >>> a, b = (seeded(1, lambda: nn.Linear(3, 2)) for _ in range(2))
+    >>> torch.equal(a.weight, b.weight)
+    True
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()

@@ -58,7 +58,7 @@ def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> No
 
     if dies_at is not None:
         fsync = os.fsync
-        os.fsync = lambda handle: (step(), fsync(handle), step())[1]  # type: ignore[assignment,func-returns-value]
+        os.fsync = lambda handle: (step(), fsync(handle), step())[1]  # type: ignore[assignment]
     if path.exists():
         session = trainer.resume(made, Journal.open(path), Local("cpu"))
     else:

@@ -52,7 +52,11 @@ def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path
 
     finished(tmp_path / "run", 500, recipe(strategy=OpenAIES(population=256)), [remember])
     assert (tmp_path / "run" / "journal.sqlite").stat().st_size < 1_000_000
-    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["journal.sqlite", "model.safetensors", "snapshots"]
+    assert sorted(file.name for file in (tmp_path / "run").iterdir()) == [
+        "journal.sqlite",
+        "model.safetensors",
+        "snapshots",
+    ]
     session = trainer.reopen(Journal.open(tmp_path / "run"))
     trainer.replay(session, until=0, from_start=True)
     for record in session.journal.records():
@@ -72,7 +76,14 @@ def everything(path: Path) -> tuple[Any, ...]:
     found = trainer.verify(trainer.reopen(Journal.open(path)))
     rows = rows_of(Journal.open(path))
     resumed = trainer.resume(recipe(), Journal.open(path), Local("cpu"))
-    return found, repr(rows), theta_sha256(resumed.core.state.theta), resumed.generation, resumed.seconds, resumed.samples
+    return (
+        found,
+        repr(rows),
+        theta_sha256(resumed.core.state.theta),
+        resumed.generation,
+        resumed.seconds,
+        resumed.samples,
+    )
 
 
 def damages(content: bytes) -> Iterator[tuple[str, bytes]]:
@@ -112,7 +123,7 @@ def test_an_edited_record_is_refused(tmp_path: Path) -> None:
     finished(tmp_path / "run", 12)
     edits = [
         "UPDATE record SET scores = zeroblob(64) WHERE generation = 5",
-        "UPDATE record SET vals = '{\"lr\":9.0,\"sigma\":0.05}' WHERE generation = 5",
+        'UPDATE record SET vals = \'{"lr":9.0,"sigma":0.05}\' WHERE generation = 5',
         "UPDATE record SET side = '{\"seconds\":1.0}' WHERE generation = 5",
         "DELETE FROM record WHERE generation = 5",
         "DELETE FROM record WHERE generation = 11",
@@ -209,8 +220,9 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
     for g in range(12):
         told = session.core.evaluate(g, session.batch(g))
         session.core.tell(told)
-        session.journal.append(told, "elsewhere" if g == 3 else theta_sha256(session.core.state.theta),
-                               {"seconds": 0.0, "samples": 0})  # fmt: skip
+        session.journal.append(
+            told, "elsewhere" if g == 3 else theta_sha256(session.core.state.theta), {"seconds": 0.0, "samples": 0}
+        )
         session.generation += 1
     with pytest.raises(BadInput, match="other last bits"):
         trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))

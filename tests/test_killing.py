@@ -38,7 +38,9 @@ class Nursery:
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     script = Path(__file__).parent / "nursery.py"
-    with subprocess.Popen([sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

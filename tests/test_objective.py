@@ -48,7 +48,9 @@ def test_examples_by_number_from_every_source(source: Any) -> None:
 def test_fingerprints_tell_data_apart() -> None:
     other = X.clone()
     other[3, 1] = 0
-    found = {Data.of(s).fingerprint for s in ((X, Y), (other, Y), (X.double(), Y), (X[:9], Y[:9]), TensorDataset(other, Y))}
+    found = {
+        Data.of(s).fingerprint for s in ((X, Y), (other, Y), (X.double(), Y), (X[:9], Y[:9]), TensorDataset(other, Y))
+    }
     assert len(found) == 5
 
 

@@ -23,10 +23,10 @@ def test_imports_with_torch_and_numpy_alone() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True)
 
 
-def test_the_example_of_the_readme_runs() -> None:
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
-    subprocess.run([sys.executable, "-c", example], check=True)
+    subprocess.run([sys.executable, "-c", example], check=True, cwd=tmp_path)
 
 
 FORK = """

@@ -43,11 +43,13 @@ def tied() -> nn.Module:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), "vmap"),
     "batch norm and dropout": (
-        lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 3)), "vmap",
-    ),  # fmt: skip
+        lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 3)),
+        "vmap",
+    ),
     "convolution": (
-        lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), "vmap",
-    ),  # fmt: skip
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)),
+        "vmap",
+    ),
     "tied": (tied, "vmap"),
     "branching": (Branching, "loop"),
 }
@@ -56,7 +58,10 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def setting(
-    build: Callable[[], nn.Module], function: Callable[..., Any] = F.cross_entropy, device: str = "cpu", rank: int | None = None
+    build: Callable[[], nn.Module],
+    function: Callable[..., Any] = F.cross_entropy,
+    device: str = "cpu",
+    rank: int | None = None,
 ) -> tuple[nn.Module, Callable[[Method, int], Evaluator], Candidates, Batch]:
     torch.manual_seed(0)
     module, x, y = build(), torch.randn(16, 6), torch.randint(0, 3, (16,))
@@ -156,13 +161,15 @@ def test_the_gradient_is_that_of_backprop(device: str) -> None:
 
 
 def test_running_statistics_are_re_estimated() -> None:
-    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
+    layer, norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+    module = nn.Sequential(layer, norm).eval()
     batches = [Batch.of((torch.randn(50, 6), torch.zeros(50))) for _ in range(3)]
-    hidden = torch.cat([module[0](batch.args[0]) for batch in batches])
+    hidden = torch.cat([layer(batch.args[0]) for batch in batches])
     refresh_statistics(module, iter(batches))
-    assert torch.allclose(module[1].running_mean, hidden.mean(0), atol=1e-5)
-    assert not module[1].training
-    assert module[1].momentum == 0.1
+    assert norm.running_mean is not None
+    assert torch.allclose(norm.running_mean, hidden.mean(0), atol=1e-5)
+    assert not norm.training
+    assert norm.momentum == 0.1
     assert prepared(module)[1].running_mean is None  # type: ignore[index]
 
 

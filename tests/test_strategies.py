@@ -21,14 +21,22 @@ GENOME = Genome.of(nn.Linear(19, 1))
 EXAMPLES: dict[str, AnyStrategy] = {
     "openai-es": OpenAIES(population=40, sigma=0.1, lr=0.1),
     "openai-es, zscore, momentum, decay": OpenAIES(
-        population=41, sigma=Schedule("linear", 0.2, 0.05, 30), lr=0.02, mirrored=False, shaping="zscore",
-        optimizer="momentum", weight_decay=0.01, noise="uniform",
-    ),  # fmt: skip
+        population=41,
+        sigma=Schedule("linear", 0.2, 0.05, 30),
+        lr=0.02,
+        mirrored=False,
+        shaping="zscore",
+        optimizer="momentum",
+        weight_decay=0.01,
+        noise="uniform",
+    ),
     "openai-es, torch": OpenAIES(population=40, sigma=0.1, lr=0.1, optimizer="torch.AdamW"),
     "openai-es, torch scheduler": OpenAIES(
-        population=40, sigma=0.1, optimizer=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
+        population=40,
+        sigma=0.1,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10, 0.7),
-    ),  # fmt: skip
+    ),
     "gradient": Gradient(lr=0.1),
     "gradient, torch": Gradient(lr=0.1, optimizer="torch.RMSprop"),
 }
@@ -128,7 +136,9 @@ def test_openai_es_by_hand() -> None:
     field = Field(7)
     eps = field.members(range(3), 0).integers((0, 2)).tolist()
     theta = torch.tensor([1.0, -1.0])
-    told = Told(0, np.array([0.3, 0.1, 0.2], np.float32), {"sigma": 0.5, "lr": 0.1})  # the second is best, the first worst
+    told = Told(
+        0, np.array([0.3, 0.1, 0.2], np.float32), {"sigma": 0.5, "lr": 0.1}
+    )  # the second is best, the first worst
     got = strategy.tell(strategy.init(theta), told, field, maximize=False)
     shaped = [-0.5, 0.5, 0.0]
     for k in range(2):
@@ -161,9 +171,9 @@ def test_schedules() -> None:
 
 def test_a_torch_scheduler_decides_the_rate() -> None:
     strategy = EXAMPLES["openai-es, torch scheduler"]
-    state, tolds = run(strategy, 21)
+    _, tolds = run(strategy, 21)
     rates = [told.values["lr"] for told in tolds]
-    assert (rates[9], rates[10], rates[20]) == (0.3, pytest.approx(0.21), pytest.approx(0.147))
+    assert [rates[9], rates[10], rates[20]] == pytest.approx([0.3, 0.21, 0.147])
 
 
 @pytest.mark.parametrize(

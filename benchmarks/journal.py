@@ -1,0 +1,50 @@
+"""What it costs that a journalled generation survives a power cut, and how large a journal is.
+
+    python benchmarks/journal.py [--population P] [--generations N] [--directory DIR]
+
+SQLite in WAL mode, with ``synchronous`` FULL (each commit reaches the disk before it returns) beside NORMAL (the last
+commits may be lost in a power cut, not in a crash of the program), on the disk of the directory.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from germline.journal import Journal
+from germline.strategies import OpenAIES, Told
+
+
+def measure(directory: Path, population: int, generations: int, synchronous: str) -> tuple[float, int]:
+    """Seconds per record, and the bytes of the journal."""
+    state = OpenAIES(population=population).init(torch.zeros(1000))
+    journal = Journal.create(directory / synchronous, {"recipe": None}, state)
+    journal.connection.execute(f"PRAGMA synchronous = {synchronous}")
+    scores = np.random.default_rng(0).random(population, np.float32)
+    start = time.perf_counter()
+    for generation in range(generations):
+        journal.append(Told(generation, scores, {"sigma": 0.05, "lr": 0.02}), None, {"seconds": 0.01, "samples": 1000})
+    seconds = (time.perf_counter() - start) / generations
+    journal.close()
+    return seconds, (journal.path / "journal.sqlite").stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--population", type=int, default=256)
+    parser.add_argument("--generations", type=int, default=500)
+    parser.add_argument("--directory", type=Path, default=Path("."), help="on the disk to be measured")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        for synchronous in ("FULL", "NORMAL"):
+            seconds, size = measure(Path(directory), arguments.population, arguments.generations, synchronous)
+            print(
+                f"synchronous {synchronous:6}  {1e3 * seconds:6.3f} ms a record  {size:,} bytes for {arguments.generations}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""gl.train and gl.Search, as people call them."""
+
+import copy
+import doctest
+import io
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import germline as gl
+
+X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > X[:, 1]).long()
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+NAMES = [
+    "BadInput",
+    "Gradient",
+    "Local",
+    "OpenAIES",
+    "Recipe",
+    "Result",
+    "Schedule",
+    "Search",
+    "__version__",
+    "accuracy",
+    "seeded",
+    "train",
+]
+
+
+def net() -> nn.Module:
+    return gl.seeded(0, lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+
+
+def test_public_names_are_pinned_and_each_has_an_example() -> None:
+    assert gl.__all__ == NAMES
+    for name in set(NAMES) - {"__version__"}:
+        found = doctest.DocTestFinder(recurse=False).find(getattr(gl, name), name)
+        assert any(test.examples for test in found), f"{name} has no example"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_train_by_loss(device: str, tmp_path: Path) -> None:
+    model = net()
+    result = gl.train(
+        model,
+        data=(X, Y),
+        dev=(X, Y),
+        test=(X, Y),
+        loss=F.cross_entropy,
+        generations=60,
+        seed=1,
+        batch_size=64,
+        strategy=gl.OpenAIES(population=64, lr=0.05),
+        fleet=gl.Local(device=device),
+        run=tmp_path / "run",
+    )
+    assert result.model is model
+    assert len(result.history) == 60
+    assert result.summary["metrics"]["test_accuracy"] > 0.93
+    assert gl.accuracy(model(X), Y).item() == pytest.approx(result.summary["metrics"]["test_accuracy"])
+    assert model.training
+    assert next(model.parameters()).device.type == "cpu"
+    assert result.summary["samples"] == 60 * 64 * 64
+
+
+def test_train_by_a_score_without_a_gradient_on_a_loader(tmp_path: Path) -> None:
+    loader = DataLoader(TensorDataset(X, Y), batch_size=50, shuffle=True)
+    result = gl.train(
+        net(),
+        data=loader,
+        score=gl.accuracy,
+        generations=60,
+        strategy=gl.OpenAIES(population=64, lr=0.05),
+        run=tmp_path / "run",
+    )
+    assert result.history[-1]["mean"] > 0.85
+    assert result.summary["samples"] == 60 * 64 * 50
+
+
+def test_train_by_an_objective_of_the_model(tmp_path: Path) -> None:
+    def objective(model: nn.Module) -> float:
+        return sum(float((p**2).sum()) for p in model.parameters())
+
+    result = gl.train(
+        net(), objective=objective, generations=30, strategy=gl.OpenAIES(population=32), run=tmp_path / "run"
+    )
+    assert result.history[-1]["mean"] < result.history[0]["mean"]
+
+
+def test_stops_at_the_first_of_its_limits(tmp_path: Path) -> None:
+    def stopped_by(**limits: Any) -> str:
+        gl_run = tmp_path / str(len(list(tmp_path.iterdir())))
+        common: dict[str, Any] = {"data": (X, Y), "dev": (X, Y), "loss": F.cross_entropy, "evaluate_every": 2}
+        result = gl.train(net(), strategy=gl.OpenAIES(population=16, lr=0.1), run=gl_run, **common, **limits)
+        return str(result.summary["stopped_by"])
+
+    assert stopped_by(generations=3, seconds=1000) == "generations"
+    assert stopped_by(seconds=0.02) == "seconds"
+    assert stopped_by(generations=500, target=("dev_accuracy", 0.9)) == "target"
+    assert stopped_by(generations=500, target=("dev_loss", 0.6)) == "target"
+
+
+def test_a_resumed_run_equals_a_straight_one(tmp_path: Path) -> None:
+    def train(path: str, generations: int, **how: Any) -> gl.Result:
+        return gl.train(
+            net(),
+            data=(X, Y),
+            loss=F.cross_entropy,
+            batch_size=64,
+            generations=generations,
+            strategy=gl.OpenAIES(population=16, sigma="auto"),
+            **how,
+        )
+
+    straight = train("a", 25, run=tmp_path / "a")
+    train("b", 13, run=tmp_path / "b")
+    resumed = train("b", 25, resume=tmp_path / "b")
+    assert resumed.summary["theta_sha256"] == straight.summary["theta_sha256"]
+    assert len(resumed.history) == 25
+    assert resumed.summary["samples"] == straight.summary["samples"]
+
+
+def test_ctrl_c_ends_after_the_generation_and_loses_nothing(tmp_path: Path) -> None:
+    def press(session: Any, row: dict[str, Any]) -> None:
+        if row["generation"] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    model = net()
+    settings: dict[str, Any] = {"data": (X, Y), "loss": F.cross_entropy, "strategy": gl.OpenAIES(population=16)}
+    with pytest.raises(KeyboardInterrupt, match="resume="):
+        gl.train(model, generations=20, run=tmp_path / "a", callbacks=[press], **settings)
+    assert not torch.equal(model[0].weight, net()[0].weight)  # type: ignore[index]
+    resumed = gl.train(net(), generations=20, resume=tmp_path / "a", **settings)
+    straight = gl.train(net(), generations=20, run=tmp_path / "b", **settings)
+    assert resumed.summary["theta_sha256"] == straight.summary["theta_sha256"]
+
+
+def test_training_in_another_thread(tmp_path: Path) -> None:
+    found: list[gl.Result] = []
+    settings: dict[str, Any] = {"data": (X, Y), "loss": F.cross_entropy, "strategy": gl.OpenAIES(population=16)}
+    target = lambda: found.append(gl.train(net(), generations=3, run=tmp_path / "a", **settings))  # noqa: E731
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    assert found[0].summary["generations"] == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_search_is_train_in_ones_own_loop(device: str) -> None:
+    search = gl.Search(net(), gl.OpenAIES(population=64, lr=0.05), loss=F.cross_entropy, fleet=gl.Local(device=device))
+    for _ in range(60):
+        scores = search.step(X, Y)
+    assert scores.shape == (64,)
+    assert gl.accuracy(search.model(X), Y) > 0.93
+
+
+def test_a_search_goes_on_from_its_state() -> None:
+    def fresh(strategy: Any = None) -> gl.Search:
+        return gl.Search(net(), strategy or gl.OpenAIES(population=16, sigma="auto"), loss=F.cross_entropy, seed=3)
+
+    straight = fresh()
+    for _ in range(10):
+        straight.step(X, Y)
+    first = fresh()
+    for _ in range(4):
+        first.step({"input": X, "target": Y})
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = fresh()
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    for _ in range(6):
+        scores = second.step(X, Y)
+    assert torch.equal(second.model[0].weight, straight.model[0].weight)  # type: ignore[index]
+    assert np.isfinite(scores).all()
+    other = gl.Search(nn.Linear(4, 2), loss=F.cross_entropy)
+    with pytest.raises(gl.BadInput, match="another model"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_torch_optimisers_and_schedulers_plug_in(tmp_path: Path) -> None:
+    strategy = gl.OpenAIES(
+        population=64,
+        optimizer=lambda p: torch.optim.NAdam(p, lr=0.05),
+        scheduler=lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 60),
+    )
+    settings: dict[str, Any] = {"data": (X, Y), "loss": F.cross_entropy, "strategy": strategy}
+    straight = gl.train(net(), generations=40, run=tmp_path / "a", **settings)
+    gl.train(net(), generations=17, run=tmp_path / "b", **settings)
+    resumed = gl.train(net(), generations=40, resume=tmp_path / "b", **settings)
+    assert straight.history[-1]["mean"] < 0.5 * straight.history[0]["mean"]
+    assert straight.history[30]["lr"] < straight.history[0]["lr"]
+    assert resumed.summary["theta_sha256"] == straight.summary["theta_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"loss": F.cross_entropy}, "needs data"),
+        ({"data": (X, Y)}, "exactly one"),
+        ({"data": (X[:, :3], Y), "loss": F.cross_entropy}, r"inputs of shape \[\(200, 3\)\]"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "fleet": gl.Local(device="tpu")}, "device"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "seed": -1}, "seed"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "batch_size": -3}, "batch size"),
+        ({"data": (X, Y), "score": gl.accuracy, "strategy": gl.Gradient()}, "no gradient"),
+        ({"objective": lambda m: 0.0, "strategy": gl.Gradient()}, "needs data"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "run": "x", "resume": "y"}, "not both"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "resume": "nowhere"}, "not a run"),
+    ],
+)
+def test_bad_input_is_answered_by_a_sentence(settings: Any, sentence: str, tmp_path: Path) -> None:
+    before = copy.deepcopy(settings)
+    if "resume" not in settings:
+        settings = {"run": tmp_path / "run", **settings}
+    with pytest.raises(gl.BadInput, match=sentence):
+        gl.train(net(), generations=2, **settings)
+    assert before.keys() <= settings.keys()

@@ -1,0 +1,231 @@
+"""The command line, in this process and as processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from germline.cli import app
+from germline.data import digits as digits_data
+from germline.recipes import make
+
+runner = CliRunner()
+CONTRACT = {
+    "run",
+    "recipe",
+    "strategy",
+    "generations",
+    "evaluations",
+    "samples",
+    "seconds",
+    "metrics",
+    "theta_sha256",
+    "bytes_sent",
+    "bytes_received",
+    "peak_memory_bytes",
+    "stopped_by",
+}
+
+OWN = """
+import torch
+from torch import nn
+import germline as gl
+
+def recipe(*, seed: int = 0, width: int = 4) -> gl.Recipe:
+    x = torch.linspace(-1, 1, 300).reshape(100, 3)
+    return gl.Recipe(model=gl.seeded(seed, lambda: nn.Sequential(nn.Linear(3, width), nn.Linear(width, 1))),
+                     data=(x, x.sum(1, keepdim=True)), test=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss,
+                     strategy=gl.OpenAIES(population=16), generations=15, snapshot_every=4)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    result = runner.invoke(app, list(arguments))
+    assert result.exit_code == code, result.output + result.stderr
+    return result.stdout if code == 0 else result.stderr
+
+
+def last(output: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return found
+
+
+def test_a_run_from_beginning_to_end(here: Path) -> None:
+    summary = last(call("train", "own.py", "--json", "--name", "one", "--seed", "7"))
+    assert set(summary) == CONTRACT
+    assert (summary["generations"], summary["evaluations"], summary["stopped_by"]) == (15, 240, "generations")
+    assert summary["run"] == "runs/one"
+    run = here / "runs" / "one"
+    names = {"journal.sqlite", "snapshots", "model.safetensors", "report.html", "curves.csv"}
+    assert {file.name for file in run.iterdir()} == names
+    page = (run / "report.html").read_text()
+    assert "own.py" in page
+    assert "data:image/png" in page
+    assert len((run / "curves.csv").read_text().splitlines()) == 16
+    assert last(call("verify", "runs/one", "--json"))["theta_sha256"] == summary["theta_sha256"]
+
+    model = make("own.py", {}, 7).model
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    x = torch.linspace(-1, 1, 300).reshape(100, 3)
+    loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).item()
+    assert loss == pytest.approx(summary["metrics"]["test_loss"], abs=1e-6)
+
+    replayed = last(call("replay", "runs/one", "--generation", "15", "--export", "w.safetensors", "--json"))
+    assert replayed["theta_sha256"] == summary["theta_sha256"]
+    exported = load_file("w.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
+    call("replay", "runs/one", "--generation", "0", "--export", "w0.safetensors")
+    assert torch.equal(load_file("w0.safetensors")["0.weight"], make("own.py", {}, 7).model.state_dict()["0.weight"])
+
+    further = last(call("resume", "runs/one", "--generations", "20", "--json"))
+    straight = last(call("train", "own.py", "--json", "--generations", "20", "--seed", "7"))
+    assert further["theta_sha256"] == straight["theta_sha256"]
+    assert straight["run"] == "runs/own-openai-es-7"
+    assert "runs/one" in call("report", "runs/one", "runs/own-openai-es-7")
+
+
+def test_settings_reach_strategy_and_recipe(here: Path) -> None:
+    sets = [
+        "--set",
+        "recipe.width=5",
+        "--set",
+        "sigma=cosine(0.2, 0.1, 10)",
+        "--set",
+        "mirrored=false",
+        "--population",
+        "9",
+    ]
+    call("train", "own.py", "--generations", "2", "--rank", "1", "--name", "x", *sets)
+    from germline.journal import Journal
+
+    header = Journal.open(here / "runs" / "x").header
+    assert header["recipe_settings"] == {"width": "5"}
+    assert header["settings"]["sigma"] == {"schedule": "cosine(0.2, 0.1, 10)"}
+    assert (header["settings"]["population"], header["settings"]["rank"], header["settings"]["mirrored"]) == (
+        9,
+        1,
+        False,
+    )
+    assert last(call("resume", "runs/x", "--generations", "4", "--json"))["generations"] == 4
+    call("verify", "runs/x")
+
+
+def test_backprop_in_the_same_trainer_journal_and_report(here: Path) -> None:
+    summary = last(call("train", "own.py", "--strategy", "gradient", "--json", "--name", "bp"))
+    assert summary["samples"] == 15 * 3 * 100
+    assert last(call("verify", "runs/bp", "--json"))["theta_sha256"] == summary["theta_sha256"]
+    call("replay", "runs/bp", "--generation", "7", "--export", "w.safetensors")
+
+
+def test_the_baseline_is_said_beside_the_result(here: Path) -> None:
+    output = call("train", "digits", "--generations", "5", "--baseline")
+    assert "by backprop on the same net and data in the same" in output
+    assert "report: runs/digits-openai-es-0/report.html" in output
+
+
+def test_lists(here: Path) -> None:
+    assert "digits" in call("recipes")
+    assert "openai-es" in call("strategies")
+    assert "weight_decay" in call("strategies", "openai-es")
+    found = last(call("doctor", "--json"))
+    assert found["cpu noise"] == "agrees with the definition"
+    assert list(here.iterdir()) == [here / "own.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "digit"], "did you mean 'digits'"),
+        (["train", "nothing.py"], "no file"),
+        (["train", "bad.py"], "cannot be loaded"),
+        (["train", "empty.py"], "no function 'recipe'"),
+        (["train", "os:getcwd"], "not a gl.Recipe"),
+        (["train", "own.py", "--strategy", "openai"], "did you mean 'openai-es'"),
+        (["train", "own.py", "--set", "sigmo=1"], "did you mean 'sigma'"),
+        (["train", "own.py", "--set", "sigma"], "KEY=VALUE"),
+        (["train", "own.py", "--set", "recipe.widht=1"], "did you mean 'width'"),
+        (["train", "own.py", "--set", "recipe.width=wide"], "a whole number"),
+        (["train", "own.py", "--set", "sigma=wide"], "a number"),
+        (["train", "own.py", "--rank", "low"], "a whole number or none"),
+        (["train", "own.py", "--population", "3"], "even"),
+        (["train", "own.py", "--device", "cuda:99"], "no device"),
+        (["train", "own.py", "--device", "gpu"], "no device"),
+        (["train", "own.py", "--target", "accuracy"], "METRIC=VALUE"),
+        (["train", "own.py", "--generations", "-1"], "negative"),
+        (["train", "own.py", "--workers", "0"], "at least one"),
+        (["train", "own.py", "--name", "there"], "exists already"),
+        (["resume", "nowhere"], "not a run"),
+        (["verify", "there"], "not a run"),
+        (["report", "nowhere"], "not a run"),
+        (["replay", "nowhere", "--generation", "1", "--export", "x"], "not a run"),
+        (["strategies", "ga-"], "choose one of"),
+        (["train", "own.py", "--bogus"], "No such option"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_exit_code_2(here: Path, arguments: list[str], sentence: str) -> None:
+    (here / "runs" / "there").mkdir(parents=True)
+    (here / "there").mkdir()
+    (here / "runs" / "there" / "mine.txt").write_text("keep me")
+    (here / "bad.py").write_text("1 / 0")
+    (here / "empty.py").write_text("")
+    error = call(*arguments, code=2)
+    assert sentence in " ".join(error.replace("│", " ").split())
+    assert "Traceback" not in error
+    assert (here / "runs" / "there" / "mine.txt").read_text() == "keep me"
+
+
+def germline(*arguments: str, cwd: Path, threads: int = 2) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "germline", *arguments]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_with_one_and_two_threads_give_the_same_hash(tmp_path: Path) -> None:
+    runs = [
+        germline("train", "digits", "--generations", "20", "--json", "--name", str(t), cwd=tmp_path, threads=t)
+        for t in (1, 2)
+    ]
+    one, two = (last(run.communicate()[0])["theta_sha256"] for run in runs)
+    assert one == two
+
+
+def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
+    run = germline("train", "digits", "--generations", "100000", "--name", "long", cwd=here)
+    journal = here / "runs" / "long" / "journal.sqlite"
+    while not journal.exists():
+        time.sleep(0.05)
+        assert run.poll() is None
+    time.sleep(1)
+    run.send_signal(signal.SIGINT)
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert "germline resume runs/long" in errors
+    assert "Traceback" not in errors
+    done = last(call("verify", "runs/long", "--json"))["generations"]
+    assert last(call("resume", "runs/long", "--generations", str(done + 3), "--json"))["generations"] == done + 3
+
+
+def test_the_digits_are_split_without_overlap() -> None:
+    data = digits_data()
+    parts = [x for x, _ in (data.train, data.dev, data.test)]
+    assert [len(part) for part in parts] == [1078, 359, 360]
+    assert float(parts[0].min()) == 0.0
+    assert float(parts[0].max()) == 1.0
