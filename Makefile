@@ -16,7 +16,7 @@ test: $(installed)
 # the same tests, with the kernels compiled for the GPU and every device test on it
 test-gpu: $(installed)
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'There is no CUDA device here.'"
-	$(PYTHON) -m pytest -q
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q
 
 check: $(installed)
 	$(PYTHON) -m ruff check .

@@ -269,12 +269,10 @@ class Noise:
     ) -> None:
         rows, skip = rows_of(matrix, start, start + theta.numel())
         scale = significant(sigma, self.field.unit(matrix), theta)
-        for i in range(self.members.size):
-            one = Noise(self.field, self.members[i : i + 1], self.generation, self.device)
-            a, b = one.factors(matrix, rows)
-            # small integers: exact in any order, but for the sign of zeros, which adding 0 settles
-            product = a[0].to(theta.dtype) @ b[0].to(theta.dtype).T + 0.0
-            out[i] = theta + product.view(-1)[skip : skip + theta.numel()] * scale
+        a, b = (factor.to(theta.dtype) for factor in self.factors(matrix, rows))  # (m, R, r), (m, C, r)
+        # small integers: exact in any order, but for the sign of zeros, which adding 0 settles
+        product = (a @ b.transpose(1, 2)).flatten(1)[:, skip : skip + theta.numel()] + 0.0
+        torch.add(theta, product * scale, out=out)
 
     # Accumulating
 

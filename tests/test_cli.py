@@ -209,13 +209,17 @@ def test_two_processes_with_one_and_two_threads_give_the_same_hash(tmp_path: Pat
 
 def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
     run = germline("train", "digits", "--generations", "100000", "--name", "long", cwd=here)
-    journal = here / "runs" / "long" / "journal.sqlite"
-    while not journal.exists():
-        time.sleep(0.05)
-        assert run.poll() is None
-    time.sleep(1)
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
+    try:
+        journal = here / "runs" / "long" / "journal.sqlite"
+        while not journal.exists():
+            time.sleep(0.05)
+            assert run.poll() is None
+        time.sleep(1)
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
     assert run.returncode == 130
     assert "germline resume runs/long" in errors
     assert "Traceback" not in errors
