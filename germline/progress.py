@@ -48,8 +48,8 @@ class Progress:
 def describe(session: Session, row: Row, stop: Stop) -> str:
     """generation, best and mean score, a dev metric, members per second, time left."""
     done = row["generation"] + 1
-    parts = [f"generation {done}" + (f"/{stop.generations}" if stop.generations else "")]
-    parts.append("no finite score: skipped" if row["skipped"] else f"best {row['best']:.4g}  mean {row['mean']:.4g}")
+    parts = [f"gen {done}" + (f"/{stop.generations}" if stop.generations else "")]
+    parts.append("no finite score: skipped" if row["skipped"] else f"best {row['best']:.3g}  mean {row['mean']:.3g}")
     shown = [key for key in session.metrics if key.startswith("dev_")] or [k for k in session.metrics if "test_" in k]
     preferred = [key for key in shown if not key.endswith(("_loss", "_score"))] or shown
     if preferred:

@@ -106,6 +106,7 @@ def pictures(runs: Sequence[tuple[str, Mapping[str, Any], list[Row]]]) -> str:
     except ImportError:
         return "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
     metrics = sorted({key for _, _, rows in runs for row in rows for key in row if key.startswith(("dev_", "test_"))})
+    metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
     figure = Figure(figsize=(11, 3.6 * (1 + bool(metrics))), layout="constrained")
     axes = figure.subplots(1 + bool(metrics), 2, squeeze=False)
     for name, _, rows in runs:
@@ -116,7 +117,7 @@ def pictures(runs: Sequence[tuple[str, Mapping[str, Any], list[Row]]]) -> str:
             axes[0][column].plot(
                 [r[x] for r in rows], [r["best"] for r in rows], label=f"{name}: best", lw=0.7, alpha=0.6
             )
-            for metric in metrics if len(metrics) < 5 else [m for m in metrics if not m.endswith(("_loss", "_score"))]:
+            for metric in metrics:
                 points = [(r[x], r[metric]) for r in rows if metric in r]
                 label = f"{name}: {metric.replace('_', ' ')}" if len(runs) > 1 else metric.replace("_", " ")
                 axes[1][column].plot(*zip(*points, strict=True) if points else ((), ()), label=label, lw=1.2)

@@ -20,6 +20,7 @@ from torch import nn
 
 from germline.errors import BadInput
 from germline.fleet import Local
+from germline.fleet.local import one_thread_each
 from germline.genome import Genome, theta_sha256
 from germline.journal import PROBE, Journal, Record, usable, write_whole
 from germline.noise import WORD, Field
@@ -171,6 +172,8 @@ class Session:
     generation: int = 0
     seconds: float = 0.0
     samples: int = 0
+    sent: int = 0  # bytes, by this process
+    received: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[Row] = field(default_factory=list)
     interrupted: bool = False
@@ -188,7 +191,8 @@ class Session:
         seconds = time.perf_counter() - began
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
         samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
-        side = {"seconds": round(seconds, 6), "samples": samples, **({"metrics": metrics} if metrics else {})}
+        side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": [0, 0]}
+        side |= {"metrics": metrics} if metrics else {}
         self.journal.append(told, digest, side)
         if self.generation % self.recipe.snapshot_every == 0:
             self.journal.save(core.state, self.generation)
@@ -196,21 +200,26 @@ class Session:
 
     def note(self, record: Record) -> Row:
         """Adds a record to what is known of the run."""
-        self.seconds += record.side["seconds"]
-        self.samples += record.side["samples"]
+        self.account(record)
         self.metrics |= record.side.get("metrics", {})
         row = describe(record, self.core.objective.maximize) | {"total_seconds": self.seconds}
         self.history.append(row)
         return row
+
+    def account(self, record: Record) -> None:
+        self.seconds += record.side["seconds"]
+        self.samples += record.side["samples"]
+        self.sent += record.side["bytes"][0]
+        self.received += record.side["bytes"][1]
 
     def batch(self, generation: int) -> Batch | None:
         return self.batches.batch(generation, self.core.device) if self.batches is not None else None
 
     def measure(self, batch: Batch | None) -> dict[str, float]:
         """The centre's score on the batch at hand, and the metrics of dev and test."""
-        model = self.model()
         name = "score" if self.core.objective.maximize else "loss"
-        with torch.no_grad():
+        with torch.no_grad(), one_thread_each():  # a metric may end the run: it must not depend on threads
+            model = self.model()
             found = {f"centre_{name}": float(self.core.objective.score(model, batch))}
             for split in ("dev", "test"):
                 if split in self.splits:
@@ -249,8 +258,8 @@ class Session:
             "seconds": round(self.seconds, 3),
             "metrics": {key: round(value, 6) for key, value in sorted(self.metrics.items())},
             "theta_sha256": theta_sha256(core.state.theta),
-            "bytes_sent": 0,
-            "bytes_received": 0,
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak_memory(),
             "stopped_by": stopped_by,
         }
@@ -326,7 +335,7 @@ def choose_sigma(session: Session) -> None:
     batch = session.batch(0)
     told = core.probe(batch)
     samples = told.scores.size * (batch.size if batch else 1)
-    side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples}
+    side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples, "bytes": [0, 0]}
     session.journal.append(told, None, side)
     settle(session, Record(told, None, side))
 
@@ -410,8 +419,7 @@ def go_on_from_snapshot(core: Core, generation: int, journal: Journal) -> None:
 def settle(session: Session, record: Record) -> None:
     """From the probe's record on, sigma is the one that it chose."""
     session.core.strategy = replace(session.core.strategy, sigma=record.told.values["sigma"])  # type: ignore[type-var]
-    session.seconds += record.side["seconds"]
-    session.samples += record.side["samples"]
+    session.account(record)
 
 
 def verify(session: Session) -> dict[str, Any]:

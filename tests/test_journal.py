@@ -221,7 +221,9 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
         told = session.core.evaluate(g, session.batch(g))
         session.core.tell(told)
         session.journal.append(
-            told, "elsewhere" if g == 3 else theta_sha256(session.core.state.theta), {"seconds": 0.0, "samples": 0}
+            told,
+            "elsewhere" if g == 3 else theta_sha256(session.core.state.theta),
+            {"seconds": 0.0, "samples": 0, "bytes": [0, 0]},
         )
         session.generation += 1
     with pytest.raises(BadInput, match="other last bits"):
@@ -236,7 +238,9 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
 def test_scores_are_kept_exactly(tmp_path: Path) -> None:
     session = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     scores = np.array([np.nan, np.inf, -0.0, 1e-45, 3.1415927], np.float32)
-    session.journal.append(Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3})
+    session.journal.append(
+        Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3, "bytes": [0, 0]}
+    )
     (record,) = Journal.open(tmp_path / "run").records()
     assert record.told.scores.tobytes() == scores.tobytes()
     assert record.told.values == {"sigma": 0.1, "lr": 1e-300}
