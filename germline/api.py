@@ -14,7 +14,7 @@ from germline import trainer
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.journal import Journal
-from germline.objective import Batch, Metric, objective_of
+from germline.objective import Batch, Metric, objective_of, tensors_in
 from germline.population import refresh_statistics
 from germline.recipe import Recipe
 from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
@@ -53,7 +53,7 @@ def train(
     batch_size: int | None = None,
     generations: int | None = None,
     seconds: float | None = None,
-    target: tuple[str, float] | None = None,
+    target: str | tuple[str, float] | None = None,
     seed: int = 0,
     fleet: Local | None = None,
     run: str | Path | None = None,
@@ -105,7 +105,7 @@ def train(
         path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
         session = trainer.start(recipe, path, seed=seed, fleet=fleet, about={})
     try:
-        summary = trainer.run(session, trainer.Stop(generations, seconds, target), callbacks)
+        summary = trainer.run(session, trainer.Stop(generations, seconds, trainer.Target.of(target)), callbacks)
     finally:
         session.journal.close()
     model.load_state_dict(session.model().state_dict())
@@ -145,10 +145,11 @@ class Search:
         seed: int = 0,
         fleet: Local | None = None,
     ) -> None:
-        goal = objective_of(loss, score, objective, maximize, {})
+        goal = objective_of(loss, score, objective, maximize, None)
         self._module = model
         self._core = trainer.Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed)
         self._batch: Batch | None = None
+        self._shapes: Any = ()  # of the inputs that were last tried
         self.generation = 0
 
     def step(self, *batch: Any) -> NDArray[np.float32]:
@@ -158,8 +159,12 @@ class Search:
             self._batch = Batch.of(batch[0] if len(batch) == 1 else batch, core.device)
         elif not core.objective.of_model:
             raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
-        if self.generation == 0:
-            trainer.refuse_misfit(core, self._batch)
+        shapes = (
+            [tensor.shape for tensor in tensors_in([self._batch.args, self._batch.kwargs])] if self._batch else None
+        )
+        if shapes != self._shapes:
+            core.try_out(self._batch)
+            self._shapes = shapes
         if getattr(core.strategy, "sigma", None) == "auto":
             chosen = core.probe(self._batch).values["sigma"]
             core.strategy = dataclasses.replace(core.strategy, sigma=chosen)  # type: ignore[type-var]
@@ -173,7 +178,8 @@ class Search:
         """The user's module, with the weights of the centre written into it."""
         self._core.genome.write(self._core.state.theta, self._module)
         if self._batch is not None:
-            refresh_statistics(self._module, iter([self._batch]))
+            device = next(self._module.parameters()).device
+            refresh_statistics(self._module, iter([self._batch.to(device)]))
         return self._module
 
     def state_dict(self) -> dict[str, Any]:

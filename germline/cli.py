@@ -22,9 +22,10 @@ from germline.errors import BadInput, unknown
 from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.journal import Journal
+from germline.noise import whole_number
 from germline.progress import Progress
 from germline.recipe import Recipe
-from germline.recipes import RECIPES, make
+from germline.recipes import RECIPES, address, make
 from germline.report import write_curves, write_report
 from germline.strategies import STRATEGIES, strategy_class
 from germline.strategies.settings import parse
@@ -92,37 +93,40 @@ def train(
     """Train a recipe."""
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
+    whole_number("seed", seed, 1 << 63)
     own, of_recipe = split_settings(settings or [])
-    made = make(recipe, of_recipe, seed)
     shortcuts = {"population": population, "rank": rank}
     own |= {key: str(value) for key, value in shortcuts.items() if value is not None}
-    made = with_strategy(made, strategy, own)
-    stop = stop_of(generations, seconds, target, made)
+    made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
+    limit = made.generations if generations is None and seconds is None else generations
+    stop = trainer.Stop(limit, seconds, trainer.Target.of(target))
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
-    about = {
-        "recipe": recipe,
-        "recipe_settings": of_recipe,
-        "command": command_line(),
-        "stop": dataclasses.asdict(stop),
-    }
     fleet = Local(device, workers)
-    summary = finish(
-        trainer.start(made, path, seed=seed, fleet=fleet, about=about), stop, as_json=json_ and not baseline
-    )
-    if baseline and summary["stopped_by"] != "interrupt":
-        made = with_strategy(make(recipe, of_recipe, seed), "gradient", {})
-        other = trainer.start(made, path.with_name(path.name + "-backprop"), seed=seed, fleet=fleet, about=about)
-        compared = finish(other, trainer.Stop(seconds=summary["seconds"]), as_json=False, quiet=True)
-        for key, value in summary["metrics"].items():
-            if key.startswith("test_") and not key.endswith(("_loss", "_score")):
-                said = f"{key.replace('_', ' ')}: {value:.4f} by {summary['strategy']}, without a gradient; "
-                beside = f"{compared['metrics'][key]:.4f} by backprop on the same net and data"
-                print(f"{said}{beside} in the same {summary['seconds']:.1f} s")
-        write_report(
-            [path, other.journal.path], path / "report.html", {path.name: summary, other.journal.path.name: compared}
-        )
-        if json_:
-            print(json.dumps(summary))
+
+    def begin(made: Recipe, path: Path, stop: trainer.Stop, command: str) -> trainer.Session:
+        about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
+        return trainer.start(made, path, seed=seed, fleet=fleet, about=about | {"stop": dataclasses.asdict(stop)})
+
+    if not baseline:
+        finish(begin(made, path, stop, command_line()), stop, as_json=json_)
+        return
+    other = with_strategy(make(recipe, of_recipe, seed), "gradient", {})
+    beside = path.with_name(path.name + "-backprop")
+    refuse_baseline(other, beside, fleet)
+    summary = finish(begin(made, path, stop, command_line()), stop, as_json=False)
+    same_time = trainer.Stop(seconds=summary["seconds"])
+    repeat = f"germline train {shlex.quote(recipe)} --strategy gradient --seconds {summary['seconds']} --seed {seed}"
+    compared = finish(begin(other, beside, same_time, repeat), same_time, as_json=False, quiet=True)
+    for key, value in summary["metrics"].items():
+        if key.startswith("test_") and not key.endswith(("_loss", "_score")):
+            said = f"{key.replace('_', ' ')}: {value:.4f} by {summary['strategy']}, without a gradient; "
+            print(
+                f"{said}{compared['metrics'][key]:.4f} by backprop on the same net and data in the same "
+                f"{summary['seconds']:.1f} s"
+            )
+    write_report([path, beside], path / "report.html")
+    if json_:
+        print(json.dumps(summary))
 
 
 @command
@@ -143,13 +147,11 @@ def resume(
         os.environ["GERMLINE_DATA"] = str(data)
     journal = Journal.open(run)
     session = trainer.resume(recipe_of(journal), journal, Local(device or journal.header["device"], workers))
-    said = journal.header["stop"]
-    if generations is None and seconds is None and target is None:
-        stop = trainer.Stop(
-            said.get("generations"), said.get("seconds"), tuple(said["target"]) if said.get("target") else None
-        )
-    else:
-        stop = stop_of(generations, seconds, target, None)
+    stop = trainer.Stop(generations, seconds, trainer.Target.of(target))
+    if stop == trainer.Stop():
+        said = journal.header["stop"]
+        goal = trainer.Target(**said["target"]) if said.get("target") else None
+        stop = trainer.Stop(said.get("generations"), said.get("seconds"), goal)
     finish(session, stop, as_json=json_)
 
 
@@ -183,10 +185,12 @@ def verify(run: RunPath, json_: AsJson = False) -> None:
 @command
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs")],
-    out: Annotated[Path | None, typer.Option(help="the HTML file; in the first run if not given")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="the HTML file; if not given, in the run, or here for several")
+    ] = None,
 ) -> None:
     """Write the HTML report of one run, or of several side by side."""
-    file = out or runs[0] / "report.html"
+    file = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write_report(runs, file)
     print(file)
 
@@ -239,7 +243,7 @@ def finish(session: trainer.Session, stop: trainer.Stop, *, as_json: bool, quiet
         summary = trainer.run(session, stop, [progress])
     write_curves(session.history, path / "curves.csv")
     session.journal.close()
-    write_report([path], path / "report.html", {path.name: summary})
+    write_report([path], path / "report.html")
     if summary["stopped_by"] == "interrupt":
         print(f"interrupted after generation {session.generation}; go on with: germline resume {path}", file=sys.stderr)
     if as_json:
@@ -280,19 +284,16 @@ def with_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) ->
     return dataclasses.replace(recipe, strategy=dataclasses.replace(strategy, **values))  # type: ignore[type-var]
 
 
-def stop_of(generations: int | None, seconds: float | None, target: str | None, recipe: Recipe | None) -> trainer.Stop:
-    if generations is not None and generations < 0:
-        raise BadInput(f"--generations must not be negative, but is {generations}.")
-    goal = None
-    if target is not None:
-        metric, _, value = target.partition("=")
-        try:
-            goal = (metric, float(value))
-        except ValueError:
-            raise BadInput(f"--target takes METRIC=VALUE, such as dev_accuracy=0.95, not {target!r}.") from None
-    if recipe is not None and generations is None and seconds is None:
-        generations = recipe.generations
-    return trainer.Stop(generations, seconds, goal)
+def refuse_baseline(recipe: Recipe, path: Path, fleet: Local) -> None:
+    """Says that there can be no backprop beside a run before the run is made."""
+    if path.exists():
+        raise BadInput(f"{path} exists already: give another --name.")
+    splits = recipe.splits()
+    core = trainer.Core(recipe.model, recipe.strategy, recipe.goal(), fleet, 0)
+    batches = trainer.batches_of(recipe, splits, 0)
+    batch = batches.batch(0, core.device) if batches is not None else None
+    core.try_out(batch)
+    core.differentiate(0, batch, {})
 
 
 def recipe_of(journal: Journal) -> Recipe:
@@ -307,10 +308,12 @@ def recipe_of(journal: Journal) -> Recipe:
 
 def session_of(run: Path) -> trainer.Session:
     """A run to be replayed: from its journal alone where that is enough."""
-    journal = Journal.open(run)
-    if strategy_class(journal.header["strategy"]).needs_gradient:
-        return trainer.rebuild(recipe_of(journal), journal, Local(journal.header["device"]))
-    return trainer.reopen(journal)
+    journal = Journal.open(run, read_only=True)
+    header = journal.header
+    if strategy_class(header["strategy"]).needs_gradient:
+        return trainer.rebuild(recipe_of(journal), journal, Local(header["device"]))
+    functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
+    return trainer.reopen(journal, recipe_of(journal).strategy if functions else None)
 
 
 def command_line() -> str:

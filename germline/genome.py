@@ -161,6 +161,22 @@ def refuse_shared_memory(module: nn.Module) -> None:
         furthest = max(furthest, here, key=lambda r: (r[0], r[2]))
 
 
+def fixed_sha256(module: nn.Module) -> str:
+    """The hash of what a run needs of a module and theta does not hold: frozen parameters and persistent buffers.
+
+    The running statistics of batch norm are not needed: they are re-estimated.
+    """
+    trainable = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+    norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    estimated = {f"{name}.{what}" for name in norms for what in ("running_mean", "running_var", "num_batches_tracked")}
+    digest = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        if name not in trainable and name not in {e.lstrip(".") for e in estimated}:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def theta_sha256(theta: torch.Tensor) -> str:
     """The hash of a flat vector: its little-endian bytes, in layout order."""
     array = theta.detach().cpu().contiguous().numpy()

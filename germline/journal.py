@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ CREATE TABLE record (
     generation INTEGER PRIMARY KEY, scores BLOB NOT NULL, vals TEXT NOT NULL, theta TEXT,
     chain BLOB NOT NULL, side TEXT NOT NULL, checksum BLOB NOT NULL
 );
+CREATE TABLE outcome (id INTEGER PRIMARY KEY CHECK (id = 0), json TEXT NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE tip (id INTEGER PRIMARY KEY CHECK (id = 0), generation INTEGER NOT NULL, chain BLOB NOT NULL);
 """
 PROBE = -1  # the record of the choice of sigma stands before generation 0
@@ -76,7 +78,7 @@ class Journal:
                         connection.execute(statement)
                     connection.execute("INSERT INTO header VALUES (0, ?, ?)", (text, digest(text.encode())))
                 connection.close()
-                cls(partial, {}, connection).save(state, 0)
+                cls(partial, json.loads(text), connection).save(state, 0)
                 partial.chmod(0o755)
                 partial.rename(path)
             except BaseException:
@@ -86,13 +88,13 @@ class Journal:
         return cls.open(path)
 
     @classmethod
-    def open(cls, path: Path) -> "Journal":
+    def open(cls, path: Path, *, read_only: bool = False) -> "Journal":
         """Opens a run and checks its header; the records are checked as they are read."""
         file = path / "journal.sqlite"
         if not file.is_file():
             raise BadInput(f"{path} is not a run: there is no journal.sqlite in it.")
         with usable(path):
-            connection = connect(file)
+            connection = connect(file, read_only=read_only)
             whole = connection.execute("PRAGMA quick_check").fetchall()
             rows = connection.execute("SELECT json, chain FROM header").fetchall()
         if whole != [("ok",)]:
@@ -151,15 +153,40 @@ class Journal:
         if tip != ([(expected - 1, before)] if expected is not None else []):
             raise BadInput(f"The end of the journal of {self.path} is missing: restore the run from a copy.")
 
+    def chain(self, generation: int) -> str:
+        """The chain's link after so many generations: what ties a snapshot to its run."""
+        link = digest(canonical(self.header).encode())
+        if generation:
+            with usable(self.path):
+                query = "SELECT chain FROM record WHERE generation = ?"
+                link = (self.connection.execute(query, (generation - 1,)).fetchone() or (b"",))[0]
+        return link.hex()
+
+    def conclude(self, summary: Mapping[str, Any]) -> None:
+        """Keeps what the run came to, for reports."""
+        text = canonical(summary)
+        with usable(self.path), self.connection:
+            self.connection.execute(
+                "INSERT OR REPLACE INTO outcome VALUES (0, ?, ?)", (text, digest(text.encode())[:8])
+            )
+
+    def outcome(self) -> dict[str, Any] | None:
+        """What the run came to when it last ended, if it has not gone on since."""
+        with usable(self.path):
+            rows = self.connection.execute("SELECT json, checksum FROM outcome").fetchall()
+        if not rows or not isinstance(rows[0][0], str) or digest(rows[0][0].encode())[:8] != rows[0][1]:
+            return None
+        found: dict[str, Any] = json.loads(rows[0][0])
+        return found
+
     def save(self, state: Any, generation: int) -> None:
         """A snapshot of the State after so many generations, in place only once it is whole on disk."""
         from safetensors.torch import save
 
         tree, tensors = pack(state)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        metadata = {"tree": canonical(tree), "generation": str(generation), "sha256": content_sha256(tree, tensors)}
-        with usable(self.path):
-            write_whole(self.snapshot(generation), save(tensors, metadata))
+        metadata = {"tree": canonical(tree), "chain": self.chain(generation), "sha256": content_sha256(tree, tensors)}
+        write_whole(self.snapshot(generation), save(tensors, metadata))
 
     def snapshot(self, generation: int) -> Path:
         return self.path / "snapshots" / f"{generation:08d}.safetensors"
@@ -177,13 +204,12 @@ class Journal:
                 metadata = source.metadata() or {}
                 tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
             tree = json.loads(metadata["tree"])
-            if (metadata["sha256"], metadata["generation"]) == (content_sha256(tree, tensors), str(generation)):
+            if (metadata["sha256"], metadata["chain"]) == (content_sha256(tree, tensors), self.chain(generation)):
                 return unpack(template, tree, {name: tensor.to(device) for name, tensor in tensors.items()})
         except (OSError, SafetensorError, KeyError, ValueError):
             pass
-        raise BadInput(
-            f"The snapshot {file} is damaged or missing: restore it, or delete it to replay from an earlier one."
-        )
+        message = f"The snapshot {file} is damaged, missing or of another run"
+        raise BadInput(f"{message}: restore it, or delete it to replay from an earlier one.")
 
     def latest(self, template: S, until: int, device: torch.device | str) -> tuple[int, S]:
         """The latest whole snapshot of at most so many generations; a damaged one only costs a longer replay."""
@@ -199,7 +225,10 @@ def content_sha256(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def connect(file: Path) -> sqlite3.Connection:
+def connect(file: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    if read_only and not os.access(file.parent, os.W_OK):  # an archive: SQLite could not even make its lock there
+        address = f"file:{quote(str(file.resolve()))}?immutable=1"
+        return sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
     connection = sqlite3.connect(file, isolation_level=None, timeout=30, check_same_thread=False)
     connection.execute("PRAGMA synchronous = FULL")  # each commit reaches the disk before it returns
     connection.execute("PRAGMA wal_autocheckpoint = 64")
@@ -224,12 +253,13 @@ def usable(path: Path) -> Iterator[None]:
 def write_whole(file: Path, content: bytes) -> None:
     """A file that is there whole or not at all, also after a power cut."""
     partial = file.with_suffix(".partial")
-    with partial.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    partial.replace(file)
-    sync(file.parent)
+    with usable(file):
+        with partial.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)
+        sync(file.parent)
 
 
 def sync(directory: Path) -> None:

@@ -4,15 +4,17 @@ The batch of a generation is a function of (seed, generation): every member on e
 """
 
 import hashlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from germline.errors import BadInput
 from germline.noise import Field, Stream
@@ -45,6 +47,10 @@ class Batch:
             return cls(tuple(raw[:-1]), {}, raw[-1], length_of(raw[-1]))
         raise BadInput("A batch must be a dict, or a tuple of inputs followed by the target.")
 
+    def to(self, device: torch.device) -> "Batch":
+        args, kwargs, target = to_device((self.args, self.kwargs, self.target), device)
+        return Batch(args, kwargs, target, self.size)
+
 
 def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
@@ -67,9 +73,10 @@ class Data:
     """A data set that gives any examples by number; made by ``Data.of``."""
 
     length: int
-    fetch: Callable[[NDArray[np.int64]], Any]
+    get: Callable[[NDArray[np.int64]], Any]  # examples by number; may draw from the global generators
     batch_size: int | None
     fingerprint: str
+    drawn: bool = False  # whether examples come from code that may draw random numbers
 
     @classmethod
     def of(cls, source: Any, name: str = "data") -> "Data":
@@ -104,7 +111,7 @@ class Data:
         if not length:
             raise BadInput(f"The {name} set is empty.")
 
-        def fetch(index: NDArray[np.int64]) -> Any:
+        def get(index: NDArray[np.int64]) -> Any:
             where = torch.from_numpy(index)
             rows = [value.index_select(0, where.to(value.device)) for value in tensors.values()]
             return dict(zip(tensors, rows, strict=True)) if isinstance(source, Mapping) else tuple(rows)
@@ -113,34 +120,57 @@ class Data:
         for key, value in tensors.items():
             digest.update(f"{key} {value.dtype} {tuple(value.shape)};".encode())
             digest.update(bytes_of(value))
-        return cls(length, fetch, None, digest.hexdigest())
+        return cls(length, get, None, digest.hexdigest())
 
     @classmethod
     def _of_dataset(
         cls, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int | None, name: str
     ) -> "Data":
-        if not hasattr(dataset, "__len__"):
+        if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
             raise BadInput(f"The {name} set must know its length and give any example by number; an iterable does not.")
         length = len(dataset)
         if not length:
             raise BadInput(f"The {name} set is empty.")
 
-        def fetch(index: NDArray[np.int64]) -> Any:
+        def get(index: NDArray[np.int64]) -> Any:
             return collate([dataset[int(i)] for i in index])
 
         # a sample: reading all of a large data set at every start would cost more than it is worth
-        sample = fetch(np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64)))
+        with seeded_generators(0):
+            sample = get(np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64)))
         digest = hashlib.sha256(f"{length};".encode())
         for tensor in tensors_in(sample):
             check_tensor(tensor, f"an example of the {name} set")
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(bytes_of(tensor))
-        return cls(length, fetch, batch_size, digest.hexdigest())
+        return cls(length, get, batch_size, digest.hexdigest(), drawn=True)
+
+    def fetch(self, index: NDArray[np.int64], seed: int = 0) -> Any:
+        """Examples by number; what a random transform makes of them is a function of the seed."""
+        if self.drawn:
+            with seeded_generators(seed):
+                return self.get(index)
+        return self.get(index)
 
     def whole(self, device: torch.device | str) -> Iterator[Batch]:
         """All examples in order, some at a time."""
         for start in range(0, self.length, EVALUATION_BATCH):
             yield Batch.of(self.fetch(np.arange(start, min(start + EVALUATION_BATCH, self.length))), device)
+
+
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's global generators at a seed, and afterwards as they were."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    try:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        torch.default_generator.manual_seed(seed)
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])  # noqa: NPY002
+        torch.set_rng_state(before[2])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -184,7 +214,8 @@ class Batches:
         return self.orders[epoch][place * self.batch_size : (place + 1) * self.batch_size]
 
     def batch(self, generation: int, device: torch.device | str = "cpu") -> Batch:
-        return Batch.of(self.data.fetch(self.indices(generation)), device)
+        draw = int(Field(self.seed).below(1 << 32, 1, generation, Stream.BATCH, member=1)[0])
+        return Batch.of(self.data.fetch(self.indices(generation), draw), device)
 
 
 @dataclass(frozen=True)
@@ -194,12 +225,46 @@ class Objective:
     function: Callable[..., Any]
     maximize: bool = False
     of_model: bool = False  # function(model) instead of function(output, target)
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    metrics: Mapping[str, Metric] | None = None  # None: not settled yet
 
     def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None) -> Any:
         if self.of_model or batch is None:
             return self.function(model)
         return self.function(model(*batch.args, **batch.kwargs), batch.target)
+
+    @torch.no_grad()
+    def tried(self, module: nn.Module, batch: Batch | None) -> "Objective":
+        """This objective with its metrics settled, once it has been run on the user's own module and a batch.
+
+        What does not fit is said here, in the user's own shapes, before anything else is done.
+        """
+        if batch is None and not self.of_model:
+            raise BadInput("A loss or score of (output, target) needs data=.")
+        output: Any = None
+        try:
+            if batch is not None:
+                output = module(*batch.args, **batch.kwargs)
+            score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
+            size = score.numel() if isinstance(score, torch.Tensor) else np.size(score)
+            float(score) if size == 1 else None
+        except Exception as error:
+            shapes = [tuple(tensor.shape) for tensor in tensors_in([batch.args, batch.kwargs])] if batch else []
+            where = f"a batch with inputs of shape {shapes}" if batch else "the model"
+            raise BadInput(
+                f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
+            ) from error
+        if size != 1:
+            shape = tuple(np.shape(score)) if not isinstance(score, torch.Tensor) else tuple(score.shape)
+            raise BadInput(f"The loss or score must be one number, but has shape {shape}: take its mean, for instance.")
+        if self.metrics is None:
+            return replace(self, metrics=default_metrics(output, batch.target) if batch is not None else {})
+        for name, metric in self.metrics.items():
+            try:
+                float(metric(output, batch.target if batch is not None else None))
+            except Exception as error:
+                message = f"The metric {name} cannot be computed: {type(error).__name__}: {error}"
+                raise BadInput(message) from error
+        return self
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: Data, device: torch.device | str) -> dict[str, float]:
@@ -209,7 +274,7 @@ class Objective:
         for batch in data.whole(device):
             output = model(*batch.args, **batch.kwargs)
             found = {name: self.function(output, batch.target)} if not self.of_model else {}
-            found |= {metric: function(output, batch.target) for metric, function in self.metrics.items()}
+            found |= {metric: function(output, batch.target) for metric, function in (self.metrics or {}).items()}
             for key, value in found.items():
                 totals[key] = totals.get(key, 0.0) + float(value) * batch.size
         return {key: total / data.length for key, total in totals.items()}
@@ -220,7 +285,7 @@ def objective_of(
     score: Callable[..., Any] | None,
     objective: Callable[..., Any] | None,
     maximize: bool | None,
-    metrics: Mapping[str, Metric],
+    metrics: Mapping[str, Metric] | None,
 ) -> Objective:
     """The three ways to say what is wanted; exactly one must be given."""
     given = [name for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None]
@@ -245,12 +310,12 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.argmax(-1) == target).float().mean()
 
 
-def default_metrics(data: Data | None) -> dict[str, Metric]:
-    """Accuracy, where the target looks like classes."""
-    if data is None:
-        return {}
-    target = Batch.of(data.fetch(np.arange(1))).target
-    classes = isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.dim() == 1
+def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
+    """Accuracy, where output and target look like classes."""
+    tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+    classes = (
+        tensors and output.dim() == 2 and output.shape[1] > 1 and target.dtype == torch.int64 and target.dim() == 1
+    )
     return {"accuracy": accuracy} if classes else {}
 
 

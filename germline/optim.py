@@ -96,10 +96,10 @@ class Adam:
 class TorchOptimiser:
     """Any ``torch.optim`` optimiser, and a scheduler of its learning rate, given by the functions that make them.
 
-    Without a scheduler the learning rate is the strategy's own. The step is torch's: its bits are those of one kind of
-    device.
+    Without a scheduler the learning rate is the strategy's, unless ``own_rate``: then it is what ``make`` gave it. The
+    step is torch's: its bits are those of one kind of device.
 
-    >>> optimiser = TorchOptimiser(lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    >>> optimiser = TorchOptimiser(torch.optim.SGD)
     >>> theta, _ = optimiser.step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)
     >>> theta.tolist()
     [0.75, 2.5]
@@ -107,6 +107,7 @@ class TorchOptimiser:
 
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    own_rate: bool = False
 
     def init(self, theta: torch.Tensor) -> Moments:
         return Moments()
@@ -116,7 +117,7 @@ class TorchOptimiser:
     ) -> tuple[torch.Tensor, Moments]:
         parameter = torch.nn.Parameter(theta.clone())
         optimiser, scheduler = self._made(parameter, moments)
-        if scheduler is None:
+        if scheduler is None and not self.own_rate:
             for group in optimiser.param_groups:
                 group["lr"] = rate
         parameter.grad = gradient
@@ -128,8 +129,8 @@ class TorchOptimiser:
         return parameter.detach(), Moments(foreign=foreign | {"optimizer": optimiser.state_dict()})
 
     def rate(self, theta: torch.Tensor, moments: Moments) -> float | None:
-        """The learning rate of the next step, where a scheduler decides it."""
-        if self.make_scheduler is None:
+        """The learning rate of the next step, where torch decides it."""
+        if self.make_scheduler is None and not self.own_rate:
             return None
         optimiser, _ = self._made(torch.nn.Parameter(theta), moments)
         return float(optimiser.param_groups[0]["lr"])
@@ -138,9 +139,10 @@ class TorchOptimiser:
         optimiser = self.make([parameter])
         scheduler = self.make_scheduler(optimiser) if self.make_scheduler else None
         if moments.foreign:
-            optimiser.load_state_dict(copy.deepcopy(moments.foreign["optimizer"]))  # torch steps in place
+            state = copy.deepcopy(moments.foreign)  # torch takes what it is given and changes it in place
+            optimiser.load_state_dict(state["optimizer"])
             if scheduler is not None:
-                scheduler.load_state_dict(moments.foreign["scheduler"])
+                scheduler.load_state_dict(state["scheduler"])
         return optimiser, scheduler
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from germline.objective import Data, Metric, Objective, default_metrics, objective_of
+from germline.errors import BadInput
+from germline.objective import Data, Metric, Objective, objective_of
 from germline.strategies import AnyStrategy, OpenAIES
 
 
@@ -41,13 +42,18 @@ class Recipe:
     evaluate_every: int = 10  # generations between scores of dev and test
     snapshot_every: int = 100
 
+    def __post_init__(self) -> None:
+        for name in ("evaluate_every", "snapshot_every", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name} must be at least 1, not {value}.")
+
     def splits(self) -> dict[str, Data]:
         named = {"train": self.data, "dev": self.dev, "test": self.test}
         return {name: Data.of(source, name) for name, source in named.items() if source is not None}
 
-    def objective_with(self, train: Data | None) -> Objective:
-        metrics = default_metrics(train) if self.metrics is None else self.metrics
-        return objective_of(self.loss, self.score, self.objective, self.maximize, metrics)
+    def goal(self) -> Objective:
+        return objective_of(self.loss, self.score, self.objective, self.maximize, self.metrics)
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:

@@ -43,15 +43,16 @@ def write_curves(rows: Sequence[Row], file: Path) -> None:
     write_whole(file, text.getvalue().encode())
 
 
-def write_report(paths: Sequence[Path], file: Path, summaries: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+def write_report(paths: Sequence[Path], file: Path) -> None:
     """The report of one run, or of several."""
-    runs = []
+    runs, summaries = [], {}
     for path in paths:
-        journal = Journal.open(path)
+        journal = Journal.open(path, read_only=True)
         runs.append((path.name, journal.header, rows_of(journal)))
+        summaries[path.name] = journal.outcome() or {}
         journal.close()
     title = "Germline: " + ", ".join(name for name, _, _ in runs)
-    body = [f"<h1>{html.escape(title)}</h1>", results(runs, summaries or {}), pictures(runs)]
+    body = [f"<h1>{html.escape(title)}</h1>", results(runs, summaries), pictures(runs)]
     for name, header, _ in runs:
         body.append(f"<h2>{html.escape(name)}: how it was made</h2>{settings(header)}")
         if header.get("command"):
@@ -74,9 +75,9 @@ def results(
         last: dict[str, Any] = {}
         for row in rows:
             last |= {key: value for key, value in row.items() if "_" in key}
-        metrics = dict(summaries.get(name, {}).get("metrics", {})) or {
-            key: value for key, value in last.items() if key.startswith(("dev_", "test_", "train_", "centre_"))
-        }
+        summary = summaries[name] if summaries[name].get("generations") == len(rows) else {}  # unless it has gone on
+        metrics = {key: value for key, value in last.items() if key.startswith(("dev_", "test_", "centre_"))}
+        metrics |= {key: value for key, value in summary.get("metrics", {}).items() if value is not None}
         told = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in sorted(metrics.items()))
         seconds = f"{rows[-1]['total_seconds']:.1f}" if rows else "0"
         lines.append([name, header["recipe"] or "", header["strategy"], len(rows), seconds, told])

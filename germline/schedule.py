@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from germline.errors import BadInput
+from germline.errors import BadInput, unknown
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Schedule:
     generations: int
 
     def __post_init__(self) -> None:
+        if self.shape not in ("linear", "cosine", "exponential"):
+            raise unknown("schedule", self.shape, ("linear", "cosine", "exponential"))
         if self.generations < 1:
             raise BadInput(f"A schedule must last at least one generation, not {self.generations}.")
         if self.shape == "exponential" and not (self.start > 0 and self.stop > 0):

@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
+import functools
+import math
 import platform
+import re
 import signal
 import sys
 import threading
@@ -18,22 +21,24 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from germline.errors import BadInput
+from germline.errors import BadInput, unknown
 from germline.fleet import Local
 from germline.fleet.local import one_thread_each
-from germline.genome import Genome, theta_sha256
-from germline.journal import PROBE, Journal, Record, usable, write_whole
+from germline.genome import Genome, fixed_sha256, theta_sha256
+from germline.journal import PROBE, Journal, Record, content_sha256, write_whole
 from germline.noise import WORD, Field
 from germline.objective import Batch, Batches, Data, Objective
 from germline.population import Evaluator, Method, block_size, choose_method, prepared, refresh_statistics
 from germline.recipe import Recipe
 from germline.schedule import Schedule
 from germline.shaping import goodness, utilities
-from germline.strategies import AnyStrategy, Told, strategy_class
+from germline.strategies import AnyStrategy, Told, pack, strategy_class
 from germline.version import __version__
 
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
+
+LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
 
 Row = dict[str, Any]  # one generation, as people see it
 
@@ -69,6 +74,11 @@ class Core:
         self.noise = self.strategy.field(self.seed, self.genome)
         self.state = self.strategy.init(theta)
 
+    def try_out(self, batch: Batch | None) -> None:
+        """Runs the user's own module once, so that what does not fit is said before anything else is done."""
+        assert self.module is not None
+        self.objective = self.objective.tried(prepared(self.module).to(self.device), batch)
+
     def prepare(self, batch: Batch | None) -> Evaluator:
         """Settles, once and for all, how blocks of members are evaluated."""
         if self.evaluator is None:
@@ -82,6 +92,7 @@ class Core:
                 values = {"sigma": LADDER[2], "lr": 0.0}
                 candidates = self.strategy.ask(self.state, self.noise, 0, values)
                 self.method = choose_method(evaluator, candidates, batch)
+                block = 1 if self.method == "loop" else block  # member by member: nothing is gained by blocks
             self.block, self.evaluator = block, evaluator(self.method)
         return self.evaluator
 
@@ -139,20 +150,51 @@ class Core:
 
 
 @dataclass(frozen=True)
+class Target:
+    """A metric and the value at which it is good enough."""
+
+    metric: str
+    value: float
+    lower_is_better: bool
+
+    @classmethod
+    def of(cls, given: "Target | str | Sequence[Any] | None") -> "Target | None":
+        """From METRIC=VALUE, METRIC<=VALUE, METRIC>=VALUE or (metric, value); = takes the direction from the name."""
+        if given is None or isinstance(given, Target):
+            return given
+        match = re.fullmatch(
+            r"\s*(\w+)\s*(<=|>=|=)\s*(\S+)\s*", given if isinstance(given, str) else "{}={}".format(*given)
+        )
+        try:
+            if match is None:
+                raise ValueError
+            value = float(match[3])
+        except ValueError:
+            raise BadInput(f"A target is METRIC=VALUE, such as dev_accuracy=0.95, not {given!r}.") from None
+        return cls(match[1], value, match[2] == "<=" or (match[2] == "=" and match[1].endswith(LOWER_IS_BETTER)))
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        value = metrics.get(self.metric)
+        return value is not None and (value <= self.value if self.lower_is_better else value >= self.value)
+
+
+@dataclass(frozen=True)
 class Stop:
     """When a run ends; the first that is met."""
 
     generations: int | None = None
     seconds: float | None = None
-    target: tuple[str, float] | None = None  # a metric and the value to reach
+    target: Target | None = None
+
+    def __post_init__(self) -> None:
+        if self.generations is not None and self.generations < 0:
+            raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
+        if self.seconds is not None and not 0 <= self.seconds < float("inf"):
+            raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
 
     def reason(self, session: "Session") -> str | None:
-        if self.target is not None:
-            metric, value = self.target
-            reached = session.metrics.get(metric)
-            lower_is_better = metric.endswith(("_loss", "_mse"))
-            if reached is not None and (reached <= value if lower_is_better else reached >= value):
-                return "target"
+        if self.target is not None and self.target.reached(session.metrics):
+            return "target"
         if self.generations is not None and session.generation >= self.generations:
             return "generations"
         if self.seconds is not None and session.seconds >= self.seconds:
@@ -176,6 +218,7 @@ class Session:
     received: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[Row] = field(default_factory=list)
+    measured: tuple[str, ...] = ("dev", "test")  # the splits that are scored on the way
     interrupted: bool = False
 
     def step(self) -> Row:
@@ -221,7 +264,7 @@ class Session:
         with torch.no_grad(), one_thread_each():  # a metric may end the run: it must not depend on threads
             model = self.model()
             found = {f"centre_{name}": float(self.core.objective.score(model, batch))}
-            for split in ("dev", "test"):
+            for split in self.measured:
                 if split in self.splits:
                     values = self.core.objective.evaluate(model, self.splits[split], self.core.device)
                     found |= {f"{split}_{key}": value for key, value in values.items()}
@@ -248,7 +291,7 @@ class Session:
             self.metrics |= {f"train_{key}": value for key, value in values.items()}
         export(model, self.journal.path / "model.safetensors")
         on_gpu = core.device.type == "cuda"
-        return {
+        summary = {
             "run": str(self.journal.path),
             "recipe": self.journal.header["recipe"],
             "strategy": core.strategy.name,
@@ -256,13 +299,28 @@ class Session:
             "evaluations": self.generation * core.strategy.population,
             "samples": self.samples,
             "seconds": round(self.seconds, 3),
-            "metrics": {key: round(value, 6) for key, value in sorted(self.metrics.items())},
+            "metrics": {k: round(v, 6) if math.isfinite(v) else None for k, v in sorted(self.metrics.items())},
             "theta_sha256": theta_sha256(core.state.theta),
             "bytes_sent": self.sent,
             "bytes_received": self.received,
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak_memory(),
             "stopped_by": stopped_by,
         }
+        self.journal.conclude(summary)
+        return summary
+
+    def watch(self, target: Target | None) -> None:
+        """Measures what a target is about, or says which metrics there are."""
+        if target is None:
+            return
+        objective = self.core.objective
+        name = "score" if objective.maximize else "loss"
+        kinds = [*(objective.metrics or {}), *(() if objective.of_model else (name,))]
+        names = [f"{split}_{kind}" for split in self.splits for kind in kinds] + [f"centre_{name}"]
+        if target.metric not in names:
+            raise unknown("metric", target.metric, names)
+        if target.metric.startswith("train_"):
+            self.measured = ("train", *self.measured)
 
 
 @contextmanager
@@ -286,6 +344,7 @@ def interruptible(session: Session) -> Iterator[None]:
 
 def run(session: Session, stop: Stop, callbacks: Sequence[Callable[[Session, Row], None]] = ()) -> dict[str, Any]:
     """The loop."""
+    session.watch(stop.target)
     with interruptible(session):
         while (reason := stop.reason(session)) is None:
             row = session.step()
@@ -297,10 +356,10 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callable[[Session, Row
 def start(recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any]) -> Session:
     """A new run, with generation 0 on disk."""
     splits = recipe.splits()
-    core = Core(recipe.model, recipe.strategy, recipe.objective_with(splits.get("train")), fleet, seed)
+    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed)
     batches = batches_of(recipe, splits, seed)
     batch = batches.batch(0, core.device) if batches is not None else None
-    refuse_misfit(core, batch)
+    core.try_out(batch)
     core.prepare(batch)
     header = {
         "recipe": about.get("recipe"),
@@ -310,6 +369,7 @@ def start(recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping
         "maximize": core.objective.maximize,
         "seed": seed,
         "layout": core.genome.described(),
+        "fixed": fixed_sha256(recipe.model),
         "data": {name: data.fingerprint for name, data in splits.items()},
         "batch_size": batches.batch_size if batches is not None else None,
         "block": core.block,
@@ -353,26 +413,30 @@ def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Session:
     header = journal.header
     splits = recipe.splits()
     strategy = revive(header, recipe.strategy)
-    objective = recipe.objective_with(splits.get("train"))
-    core = Core(recipe.model, strategy, objective, fleet, header["seed"], header["block"], header["method"])
+    core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], header["block"], header["method"])
     differences = {
         "model": (core.genome.described(), header["layout"]),
-        "objective": (objective.maximize, header["maximize"]),
+        "objective": (core.objective.maximize, header["maximize"]),
+        "value of the model's frozen parameters and buffers": (fixed_sha256(recipe.model), header["fixed"]),
         **{f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()},
     }
     for what, (here, there) in differences.items():
         if here != there:
             raise BadInput(f"The {what} is not that of {journal.path}: a run goes on only with what it began with.")
     batches = batches_of(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
+    core.try_out(batches.batch(0, core.device) if batches is not None else None)
     return Session(core, recipe, journal, splits, batches)
 
 
-def reopen(journal: Journal) -> Session:
-    """A run from its journal alone, for strategies that need no gradient: to be replayed, not to go on."""
+def reopen(journal: Journal, given: AnyStrategy | None = None) -> Session:
+    """A run from its journal alone, for strategies that need no gradient: to be replayed, not to go on.
+
+    Functions among its settings, which a journal does not hold, are taken from the strategy given.
+    """
     header = journal.header
     nothing = Objective(lambda model: float("nan"), header["maximize"], of_model=True)
     genome = Genome.from_description(header["layout"])
-    core = Core(None, revive(header), nothing, Local("cpu"), header["seed"], genome=genome)
+    core = Core(None, revive(header, given, replayed=True), nothing, Local("cpu"), header["seed"], genome=genome)
     return Session(core, None, journal, {}, None)
 
 
@@ -389,12 +453,13 @@ def replay(session: Session, until: int | None = None, *, from_start: bool = Fal
     if first == 0 and theta_sha256(core.state.theta) != journal.header["initial_theta_sha256"]:
         raise BadInput(f"Snapshot 0 of {journal.path} is not the one the run began with: restore it from a copy.")
     for record in records[:length]:
-        if record.told.generation >= first:
+        generation = record.told.generation
+        if generation >= first:
             fold(session, record)
             if record.theta_sha256 not in (None, theta_sha256(core.state.theta)):
-                go_on_from_snapshot(core, record.told.generation + 1, journal)
+                first = go_on_from_snapshot(core, generation + 1, length, journal)
         session.note(record)
-        session.generation = record.told.generation + 1
+        session.generation = generation + 1
 
 
 def fold(session: Session, record: Record) -> None:
@@ -405,15 +470,16 @@ def fold(session: Session, record: Record) -> None:
     core.tell(told)
 
 
-def go_on_from_snapshot(core: Core, generation: int, journal: Journal) -> None:
-    """Where backprop gives other last bits than on the machine that wrote the journal."""
-    later = [g for g in journal.snapshots() if g >= generation]
+def go_on_from_snapshot(core: Core, generation: int, length: int, journal: Journal) -> int:
+    """The next snapshot, where backprop gives other last bits than on the machine that wrote the journal."""
+    later = [g for g in journal.snapshots() if generation <= g <= length]
     if not later:
         message = (
             f"Generation {generation} of {journal.path} comes out differently here: backprop gives other last bits "
         )
-        raise BadInput(message + "on this machine, and there is no later snapshot to go on from.")
+        raise BadInput(f"{message}on this machine, and there is no snapshot between it and generation {length}.")
     core.state = journal.load(core.state, later[0], core.device)
+    return later[0]
 
 
 def settle(session: Session, record: Record) -> None:
@@ -437,7 +503,7 @@ def verify(session: Session) -> dict[str, Any]:
             raise BadInput(f"Generation {session.generation} of {journal.path} replays to other weights than it had.")
         if session.generation in snapshots:
             saved = journal.load(template, session.generation, core.device)
-            if theta_sha256(saved.theta) != digest:
+            if content_sha256(*pack(saved)) != content_sha256(*pack(core.state)):
                 raise BadInput(f"Snapshot {session.generation} of {journal.path} is not what its records replay to.")
             checked += 1
     return {"generations": session.generation, "snapshots": checked + 1, "theta_sha256": theta_sha256(core.state.theta)}
@@ -448,23 +514,7 @@ def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int) -> Batches | 
         return None
     train = splits["train"]
     size = recipe.batch_size or train.batch_size or train.length
-    if size < 1:
-        raise BadInput(f"The batch size must be at least 1, not {size}.")
     return Batches(train, min(size, train.length), seed)
-
-
-@torch.no_grad()
-def refuse_misfit(core: Core, batch: Batch | None) -> None:
-    """Runs the user's own module once, so that what does not fit is said in terms of the user's own shapes."""
-    if batch is None and not core.objective.of_model:
-        raise BadInput("A loss or score of (output, target) needs data=.")
-    assert core.module is not None
-    try:
-        core.objective.score(prepared(core.module).to(core.device), batch)
-    except Exception as error:
-        shapes = [tuple(a.shape) for a in batch.args if isinstance(a, torch.Tensor)] if batch else []
-        message = f"The model or the loss cannot be run on a batch with inputs of shape {shapes}: {error}"
-        raise BadInput(message) from error
 
 
 def settings_of(strategy: AnyStrategy) -> dict[str, Any]:
@@ -476,15 +526,22 @@ def settings_of(strategy: AnyStrategy) -> dict[str, Any]:
 def described(value: Any) -> Any:
     if isinstance(value, Schedule):
         return {"schedule": str(value)}
-    return {"function": getattr(value, "__qualname__", repr(value))} if callable(value) else value
+    if isinstance(value, functools.partial):
+        return {"function": f"partial {getattr(value.func, '__qualname__', type(value.func).__qualname__)}"}
+    return {"function": getattr(value, "__qualname__", type(value).__qualname__)} if callable(value) else value
 
 
-def revive(header: Mapping[str, Any], given: AnyStrategy | None = None) -> AnyStrategy:
-    """The strategy of a run from its header; functions, which a header cannot hold, from the one given."""
+def revive(header: Mapping[str, Any], given: AnyStrategy | None = None, *, replayed: bool = False) -> AnyStrategy:
+    """The strategy of a run from its header; functions, which a header cannot hold, from the one given.
+
+    Where it is only to be replayed the functions of schedules are not needed: their values are in the records.
+    """
     settings = {}
     for name, value in header["settings"].items():
         if isinstance(value, dict) and "schedule" in value:
             value = Schedule.parse(value["schedule"])
+        elif isinstance(value, dict) and "function" in value and replayed and name in ("sigma", "lr"):
+            value = 1.0
         elif isinstance(value, dict) and "function" in value:
             if given is None or described(getattr(given, name, None)) != value:
                 where = "go on from the Python code that began the run, with gl.train(..., resume=...)"
@@ -533,8 +590,7 @@ def export_theta(genome: Genome, theta: torch.Tensor, file: Path) -> None:
     from safetensors.torch import save
 
     views = genome.views(theta.detach().cpu())
-    with usable(file):
-        write_whole(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))
+    write_whole(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))
 
 
 def peak_memory() -> int:

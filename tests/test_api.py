@@ -98,6 +98,69 @@ def test_train_by_an_objective_of_the_model(tmp_path: Path) -> None:
     assert result.history[-1]["mean"] < result.history[0]["mean"]
 
 
+def test_a_simulator_is_called_by_one_thread_and_buffers_are_fresh(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+            self.calls = nn.Buffer(torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)  # a state that would grow from member to member
+            out: torch.Tensor = self.layer(x) * self.calls
+            return out
+
+    busy = threading.Lock()
+
+    def simulate(model: nn.Module) -> float:
+        assert busy.acquire(blocking=False), "two threads in one simulator"
+        score = float(model(torch.ones(1, 2)).item() ** 2)
+        busy.release()
+        return score
+
+    def hashed(name: str, **how: Any) -> Any:
+        model = gl.seeded(0, Counting)
+        strategy = gl.OpenAIES(population=34)
+        return gl.train(model, strategy=strategy, generations=3, run=tmp_path / name, **how).summary["theta_sha256"]
+
+    assert hashed("a", objective=simulate) == hashed("b", objective=simulate)
+    data = (torch.randn(20, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(20, 1))
+    assert hashed("c", data=data, loss=F.mse_loss, fleet=gl.Local("cpu", 1)) == hashed("d", data=data, loss=F.mse_loss)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)),
+        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double(),
+        nn.Sequential(nn.Linear(4, 2)).bfloat16(),
+    ],
+    ids=["batch norm", "float64", "bfloat16"],
+)
+def test_modules_of_other_kinds(model: nn.Module, tmp_path: Path) -> None:
+    dtype = next(model.parameters()).dtype
+    result = gl.train(
+        model,
+        data=(X.to(dtype), Y),
+        loss=F.cross_entropy,
+        generations=40,
+        run=tmp_path / "run",
+        strategy=gl.OpenAIES(population=32, lr=0.05),
+    )
+    assert next(result.model.parameters()).dtype == dtype
+    assert gl.accuracy(result.model.eval()(X.to(dtype)), Y) > 0.85
+    settings: dict[str, Any] = {"data": (X.to(dtype), Y), "loss": F.cross_entropy, "generations": 42}
+    gl.train(model, resume=tmp_path / "run", **settings)
+
+
+def test_a_net_with_one_output_has_no_accuracy_by_argmax(tmp_path: Path) -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(output[:, 0], target.float())
+
+    result = gl.train(nn.Linear(4, 1), data=(X, Y), loss=loss, generations=2, run=tmp_path / "run")
+    assert set(result.summary["metrics"]) == {"centre_loss", "train_loss"}
+
+
 def test_stops_at_the_first_of_its_limits(tmp_path: Path) -> None:
     def stopped_by(**limits: Any) -> str:
         gl_run = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -109,6 +172,8 @@ def test_stops_at_the_first_of_its_limits(tmp_path: Path) -> None:
     assert stopped_by(seconds=0.02) == "seconds"
     assert stopped_by(generations=500, target=("dev_accuracy", 0.9)) == "target"
     assert stopped_by(generations=500, target=("dev_loss", 0.6)) == "target"
+    assert stopped_by(generations=500, target="train_accuracy>=0.9") == "target"
+    assert stopped_by(generations=4, target="centre_loss<=0.0001") == "generations"
 
 
 def test_a_resumed_run_equals_a_straight_one(tmp_path: Path) -> None:
@@ -212,7 +277,15 @@ def test_torch_optimisers_and_schedulers_plug_in(tmp_path: Path) -> None:
         ({"data": (X[:, :3], Y), "loss": F.cross_entropy}, r"inputs of shape \[\(200, 3\)\]"),
         ({"data": (X, Y), "loss": F.cross_entropy, "fleet": gl.Local(device="tpu")}, "device"),
         ({"data": (X, Y), "loss": F.cross_entropy, "seed": -1}, "seed"),
-        ({"data": (X, Y), "loss": F.cross_entropy, "batch_size": -3}, "batch size"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "batch_size": 0}, "batch_size must be at least 1"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "evaluate_every": 0}, "evaluate_every must be at least 1"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "seconds": float("nan")}, "seconds"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "target": ("dev_accuracy", 0.9)}, "train_accuracy"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "target": "train_acuracy=1"}, "did you mean 'train_accuracy'"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "target": "nonsense"}, "METRIC=VALUE"),
+        ({"data": (X, Y), "loss": lambda output, target: output[:, 0] ** 2}, r"shape \(200,\)"),
+        ({"data": (X, Y), "loss": lambda output, target: None}, "cannot be run"),
+        ({"data": (X, Y), "loss": F.cross_entropy, "metrics": {"bad": lambda o, t: o.nothing}}, "metric bad"),
         ({"data": (X, Y), "score": gl.accuracy, "strategy": gl.Gradient()}, "no gradient"),
         ({"objective": lambda m: 0.0, "strategy": gl.Gradient()}, "needs data"),
         ({"data": (X, Y), "loss": F.cross_entropy, "run": "x", "resume": "y"}, "not both"),

@@ -97,7 +97,40 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
     straight = last(call("train", "own.py", "--json", "--generations", "20", "--seed", "7"))
     assert further["theta_sha256"] == straight["theta_sha256"]
     assert straight["run"] == "runs/own-openai-es-7"
-    assert "runs/one" in call("report", "runs/one", "runs/own-openai-es-7")
+    before = (run / "report.html").read_text()
+    assert call("report", "runs/one", "runs/own-openai-es-7") == "report.html\n"
+    call("report", "runs/one")
+    assert (run / "report.html").read_text() == before  # the results are in the journal
+
+
+def test_recipes_are_found_from_anywhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "helper_of_mine.py").write_text("WIDTH = 3\n")
+    text = OWN.replace("width: int = 4", "width=4") + "from helper_of_mine import WIDTH\n"
+    (here / "random.py").write_text(text)  # a name that another module has
+    call("train", "random.py", "--generations", "2", "--name", "r", "--set", "recipe.width=5")
+    call("train", "random_recipe:recipe", "--generations", "2", code=2)
+    (here / "random_recipe.py").write_text(text)
+    call("train", "random_recipe:recipe", "--generations", "2")
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert last(call("resume", "../runs/r", "--generations", "3", "--json"))["generations"] == 3
+
+
+FUNCTIONS = """
+import functools, torch
+
+def rate(generation, start=0.1):
+    return start / (generation + 1)
+"""
+
+
+def test_a_run_with_functions_among_its_settings_is_replayed(here: Path) -> None:
+    chosen = "OpenAIES(population=16, lr=functools.partial(rate, start=0.2), sigma=lambda g: 0.1, optimizer=%s)"
+    for name, optimizer in (("exact", "'adam'"), ("torch", "lambda p: torch.optim.SGD(p, lr=0.1)")):
+        (here / f"{name}.py").write_text(FUNCTIONS + OWN.replace("OpenAIES(population=16)", chosen % optimizer))
+        summary = last(call("train", f"{name}.py", "--json", "--name", name))
+        assert last(call("verify", f"runs/{name}", "--json"))["theta_sha256"] == summary["theta_sha256"]
+        assert last(call("resume", f"runs/{name}", "--generations", "17", "--json"))["generations"] == 17
 
 
 def test_settings_reach_strategy_and_recipe(here: Path) -> None:
@@ -168,6 +201,13 @@ def test_lists(here: Path) -> None:
         (["train", "own.py", "--device", "gpu"], "no device"),
         (["train", "own.py", "--target", "accuracy"], "METRIC=VALUE"),
         (["train", "own.py", "--generations", "-1"], "negative"),
+        (["train", "own.py", "--seconds", "nan"], "seconds"),
+        (["train", "own.py", "--target", "test_los=1"], "did you mean 'test_loss'"),
+        (["train", "own.py", "--seed", str(2**64)], "seed"),
+        (["train", "own.py", "--set", "sigma=linear(0.1, 0, 5)"], "above 0"),
+        (["train", "failing.py"], "failing.py, line 2"),
+        (["train", "accurate.py", "--baseline"], "no gradient"),
+        (["report", "own.py", "--out", "nodir/x.html"], "not a run"),
         (["train", "own.py", "--workers", "0"], "at least one"),
         (["train", "own.py", "--name", "there"], "exists already"),
         (["resume", "nowhere"], "not a run"),
@@ -184,6 +224,10 @@ def test_bad_input_is_a_sentence_and_exit_code_2(here: Path, arguments: list[str
     (here / "runs" / "there" / "mine.txt").write_text("keep me")
     (here / "bad.py").write_text("1 / 0")
     (here / "empty.py").write_text("")
+    (here / "failing.py").write_text("def recipe():\n    return 1 / 0\n")
+    (here / "accurate.py").write_text(
+        OWN.replace("loss=nn.functional.mse_loss", "score=lambda o, t: (o > t).float().mean()")
+    )
     error = call(*arguments, code=2)
     assert sentence in " ".join(error.replace("│", " ").split())
     assert "Traceback" not in error

@@ -1,5 +1,6 @@
 """The journal: whole, small, and never silently wrong."""
 
+import dataclasses
 import random
 import shutil
 import sqlite3
@@ -158,7 +159,7 @@ def test_damaged_snapshots_cost_a_longer_replay_or_are_refused(tmp_path: Path) -
         trainer.verify(trainer.reopen(Journal.open(tmp_path / "run")))
     (tmp_path / "run" / "snapshots" / "00000000.safetensors").unlink()
     (tmp_path / "run" / "snapshots" / "00000010.safetensors").unlink()
-    with pytest.raises(BadInput, match=r"damaged or missing"):
+    with pytest.raises(BadInput, match="damaged, missing"):
         trainer.resume(recipe(), Journal.open(tmp_path / "run"), Local("cpu"))
 
 
@@ -167,12 +168,22 @@ def foreign() -> dict[str, Recipe]:
         "model": recipe(model=nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))),
         "train data": recipe(data=(X + 1, X[:, :3].argmax(1))),
         "objective": recipe(loss=None, score=lambda output, target: -F.cross_entropy(output, target)),
+        "value of the model's frozen parameters and buffers": recipe(model=frozen(2)),
     }
 
 
-@pytest.mark.parametrize("what", ["model", "train data", "objective"])
+def frozen(seed: int) -> nn.Module:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 6).requires_grad_(False), nn.Tanh(), nn.Linear(6, 3))
+
+    return seeded(seed, build)
+
+
+@pytest.mark.parametrize(
+    "what", ["model", "train data", "objective", "value of the model's frozen parameters and buffers"]
+)
 def test_a_run_does_not_go_on_with_something_else(what: str, tmp_path: Path) -> None:
-    finished(tmp_path / "run", 3)
+    finished(tmp_path / "run", 3, recipe(model=frozen(1)) if "frozen" in what else None)
     with pytest.raises(BadInput, match=f"{what} is not that of"):
         trainer.resume(foreign()[what], Journal.open(tmp_path / "run"), Local("cpu"))
 
@@ -192,6 +203,34 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         finished(tmp_path / "run", 3)
     assert (tmp_path / "run" / "journal.sqlite").read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_snapshot_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    finished(tmp_path / "one", 12)
+    finished(tmp_path / "two", 12, recipe(strategy=OpenAIES(population=18)))
+    expected = everything(tmp_path / "one")
+    shutil.copy(tmp_path / "two" / "snapshots" / "00000010.safetensors", tmp_path / "one" / "snapshots")
+    resumed = trainer.resume(recipe(), Journal.open(tmp_path / "one"), Local("cpu"))
+    assert theta_sha256(resumed.core.state.theta) == expected[2]
+    with pytest.raises(BadInput, match="of another run"):
+        trainer.verify(trainer.reopen(Journal.open(tmp_path / "one")))
+
+
+def test_verify_looks_at_all_of_a_snapshot(tmp_path: Path) -> None:
+    session = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    trainer.run(session, trainer.Stop(generations=12))
+    state = session.core.state
+    moments = dataclasses.replace(state.moments, first=state.moments.first * 100)
+    session.journal.save(dataclasses.replace(state, moments=moments), 12)
+    with pytest.raises(BadInput, match="not what its records replay to"):
+        trainer.verify(trainer.reopen(Journal.open(tmp_path / "run")))
+
+
+def test_an_archive_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished(tmp_path / "run", 3)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # what a read-only file system says, also to root
+    found = trainer.verify(trainer.reopen(Journal.open(tmp_path / "run", read_only=True)))
+    assert found["generations"] == 3
 
 
 def test_two_writers_are_noticed(tmp_path: Path) -> None:
@@ -226,11 +265,13 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
             {"seconds": 0.0, "samples": 0, "bytes": [0, 0]},
         )
         session.generation += 1
-    with pytest.raises(BadInput, match="other last bits"):
+    with pytest.raises(BadInput, match="no snapshot between"):
         trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
     session.journal.save(session.core.state, 12)
     resumed = trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
     assert theta_sha256(resumed.core.state.theta) == theta_sha256(session.core.state.theta)
+    with pytest.raises(BadInput, match="no snapshot between"):  # snapshot 12 is no answer to what generation 8 was
+        trainer.replay(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")), until=8)
     with pytest.raises(BadInput, match="replays to other weights"):
         trainer.verify(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")))
 

@@ -1,5 +1,6 @@
 """Data, batches and objectives."""
 
+import random
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,27 @@ def test_two_inputs_and_keyword_inputs_reach_the_model() -> None:
     assert objective.score(product, Batch.of((torch.ones(2), torch.full((2,), 3.0), torch.ones(2)))) == 4
     batch = Batch.of({"b": torch.ones(2), "a": torch.full((2,), 2.0), "target": torch.ones(2)})
     assert objective.score(product, batch) == 2
+
+
+class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Draws from all three global generators, as transforms do."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return X[i] + torch.randn(2) + random.random() + np.random.rand(), Y[i]  # noqa: NPY002
+
+
+def test_random_transforms_are_a_function_of_seed_and_generation() -> None:
+    before = torch.get_rng_state()
+    data = Data.of(Augmented())
+    assert data.fingerprint == Data.of(Augmented()).fingerprint
+    one, two, other = (Batches(data, 4, seed=s).batch(3).args[0] for s in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert not torch.equal(one, Batches(data, 4, seed=1).batch(4).args[0])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_metrics_of_a_split_are_averages_over_its_examples() -> None:

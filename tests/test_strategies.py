@@ -169,6 +169,25 @@ def test_schedules() -> None:
     assert strategy.values(state, 99)["sigma"] == pytest.approx(0.1)
 
 
+def test_whose_learning_rate_it_is() -> None:
+    def rates(strategy: OpenAIES) -> list[float]:
+        return [told.values["lr"] for told in run(strategy, 6)[1]]
+
+    def halved(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+    assert rates(OpenAIES(population=4, lr=0.01, optimizer="torch.SGD"))[5] == 0.01
+    named = rates(OpenAIES(population=4, lr=0.01, optimizer="torch.SGD", scheduler=halved))
+    assert named == pytest.approx([0.01] * 3 + [0.005] * 3)
+    assert rates(OpenAIES(population=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.5)))[5] == 0.5
+
+    def cyclic(optimizer: Any) -> Any:  # its state is changed by loading it
+        return torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, step_size_up=2)
+
+    sgd = OpenAIES(population=4, optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), scheduler=cyclic)
+    assert rates(sgd) == pytest.approx([0.1, 0.15, 0.2, 0.15, 0.1, 0.15])
+
+
 def test_a_torch_scheduler_decides_the_rate() -> None:
     strategy = EXAMPLES["openai-es, torch scheduler"]
     _, tolds = run(strategy, 21)
@@ -182,7 +201,14 @@ def test_a_torch_scheduler_decides_the_rate() -> None:
         (lambda: OpenAIES(population=7), "even"),
         (lambda: OpenAIES(population=1, mirrored=False), "at least 2"),
         (lambda: OpenAIES(sigma=0.0), "above 0"),
-        (lambda: OpenAIES(lr=-1.0), "above 0"),
+        (lambda: OpenAIES(lr=-1.0), "0 or more"),
+        (lambda: OpenAIES(weight_decay=float("nan")), "0 or more"),
+        (lambda: OpenAIES(sigma=Schedule("linear", 0.1, 0.0, 5)), "above 0"),
+        (lambda: OpenAIES(sigma="wide"), "above 0"),  # type: ignore[arg-type]
+        (lambda: OpenAIES(sigma=lambda g: -1.0).values(OpenAIES().init(torch.zeros(1)), 0), "above 0"),
+        (lambda: OpenAIES(optimizer="torch.LBFGS"), "cannot step"),
+        (lambda: OpenAIES(optimizer=torch.optim.SGD, weight_decay=0.1), "weight decay too"),
+        (lambda: Schedule("step", 1.0, 0.5, 5), "no schedule 'step'"),  # type: ignore[arg-type]
         (lambda: OpenAIES(shaping="rank"), "did you mean 'ranks'"),  # type: ignore[arg-type]
         (lambda: OpenAIES(optimizer="adamw"), "did you mean 'adam'"),
         (lambda: OpenAIES(optimizer="torch.Adm"), "did you mean 'torch.Adam'"),

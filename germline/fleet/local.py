@@ -26,7 +26,7 @@ class Local:
     """
 
     device: str = "auto"
-    workers: int | None = None  # as many as torch has threads
+    workers: int | None = None  # as many as torch has threads; one for an objective of the whole model
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -55,7 +55,9 @@ class Local:
         blocks = evaluator.blocks(population)
         threads = 1
         if evaluator.device.type == "cpu":
-            threads = min(self.workers or torch.get_num_threads(), len(blocks))
+            # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
+            usual = 1 if evaluator.objective.of_model else torch.get_num_threads()
+            threads = min(self.workers or usual, len(blocks))
 
         def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
             return evaluator.score_block(candidates, members, batch)

@@ -8,10 +8,10 @@ import torch
 
 from germline.genome import Genome
 from germline.noise import Field
-from germline.optim import Moments, Optimiser
+from germline.optim import Moments
 from germline.schedule import Scheduled
 from germline.strategies.base import Candidates, Told
-from germline.strategies.settings import check_positive, optimiser_of, rate_at, setting
+from germline.strategies.settings import check_optimiser, optimiser_of, rate_at, setting
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,16 @@ class Gradient:
     weight_decay: float = setting(0.0, "decoupled weight decay")
 
     def __post_init__(self) -> None:
-        check_positive("lr", self.lr)
-        self.optimiser()
-
-    def optimiser(self) -> Optimiser:
-        return optimiser_of(self.optimizer, self.scheduler, self.weight_decay)
+        check_optimiser(self)
 
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed)
 
     def init(self, theta: torch.Tensor) -> State:
-        return State(theta, self.optimiser().init(theta))
+        return State(theta, optimiser_of(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
-        return {"lr": rate_at(self.optimiser(), self.lr, state.theta, state.moments, generation)}
+        return {"lr": rate_at(optimiser_of(self), self.lr, state.theta, state.moments, generation)}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, sigma=0.0)
@@ -62,5 +58,5 @@ class Gradient:
         if told.gradient is None or not bool(torch.isfinite(told.gradient).all()):
             return state
         gradient = -told.gradient if maximize else told.gradient
-        theta, moments = self.optimiser().step(state.theta, gradient, state.moments, told.values["lr"])
+        theta, moments = optimiser_of(self).step(state.theta, gradient, state.moments, told.values["lr"])
         return State(theta, moments)

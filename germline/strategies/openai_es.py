@@ -14,11 +14,11 @@ import torch
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, low_rank, rounded
-from germline.optim import Moments, Optimiser
+from germline.optim import Moments
 from germline.schedule import Scheduled, value_at
 from germline.shaping import Shaping, unit, utilities
 from germline.strategies.base import Candidates, Told
-from germline.strategies.settings import check_choice, check_positive, optimiser_of, rate_at, setting
+from germline.strategies.settings import check_choice, check_optimiser, check_rate, optimiser_of, rate_at, setting
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,22 @@ class OpenAIES:
             raise BadInput(f"The population must be {need}, not {self.population}.")
         check_choice("shaping", self.shaping, ("ranks", "zscore"))
         if self.sigma != "auto":
-            check_positive("sigma", self.sigma)
-        check_positive("lr", self.lr)
-        self.optimiser()
-
-    def optimiser(self) -> Optimiser:
-        return optimiser_of(self.optimizer, self.scheduler, self.weight_decay)
+            check_rate("sigma", self.sigma)
+        check_optimiser(self)
 
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed, self.noise, self.mirrored, low_rank(genome.shapes, self.rank))
 
     def init(self, theta: torch.Tensor) -> State:
-        return State(theta, self.optimiser().init(theta))
+        return State(theta, optimiser_of(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
         if self.sigma == "auto":
             raise BadInput('sigma="auto" must be resolved by a probe before the first generation.')
-        rate = rate_at(self.optimiser(), self.lr, state.theta, state.moments, generation)
-        return {"sigma": value_at(self.sigma, generation), "lr": rate}
+        rate = rate_at(optimiser_of(self), self.lr, state.theta, state.moments, generation)
+        sigma = value_at(self.sigma, generation)
+        check_rate("sigma", sigma)
+        return {"sigma": sigma, "lr": rate}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, values["sigma"])
@@ -90,5 +88,5 @@ class OpenAIES:
         total = noise.weighted_sum(weights, (start, start + theta.numel()), theta.dtype)
         scale = unit(self.shaping, self.population) / (self.population * told.values["sigma"])
         gradient = total * rounded(-scale, theta.dtype)
-        theta, moments = self.optimiser().step(theta, gradient, state.moments, told.values["lr"])
+        theta, moments = optimiser_of(self).step(theta, gradient, state.moments, told.values["lr"])
         return State(theta, moments)

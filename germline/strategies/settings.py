@@ -3,7 +3,7 @@
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,19 +18,20 @@ def setting(default: Any, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
-def optimiser_of(
-    choice: str | Callable[..., Any], scheduler: Callable[..., Any] | None, weight_decay: float
-) -> Optimiser:
+def optimiser_of(strategy: Any) -> Optimiser:
     """adam, sgd and momentum are this package's own, exact ones; torch.NAME and functions are torch's."""
+    choice, scheduler, weight_decay = strategy.optimizer, strategy.scheduler, strategy.weight_decay
     if callable(choice):
-        return TorchOptimiser(choice, scheduler)
+        if weight_decay:
+            raise BadInput("A function that makes an optimiser gives it its weight decay too: leave weight_decay at 0.")
+        return TorchOptimiser(choice, scheduler, own_rate=True)
     if choice.startswith("torch."):
         names = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
         if choice.removeprefix("torch.") not in names:
             raise unknown("optimiser", choice, [f"torch.{n}" for n in names])
         factory = getattr(torch.optim, choice.removeprefix("torch."))
-        settings = {"weight_decay": weight_decay} if weight_decay else {}
-        return TorchOptimiser(lambda parameters: factory(parameters, lr=1.0, **settings), scheduler)
+        settings = {"lr": value_at(strategy.lr, 0)} | ({"weight_decay": weight_decay} if weight_decay else {})
+        return TorchOptimiser(lambda parameters: factory(parameters, **settings), scheduler)
     if scheduler is not None:
         raise BadInput(
             f"A torch scheduler needs a torch optimiser, and {choice!r} is not one: give lr a schedule instead."
@@ -45,10 +46,28 @@ def optimiser_of(
     return own[choice]
 
 
+def check_optimiser(strategy: Any) -> None:
+    """Settings of the optimiser, tried on two numbers, so that what torch cannot do is said before a run starts."""
+    check_rate("lr", strategy.lr, zero=True)
+    check_rate("weight_decay", strategy.weight_decay, zero=True)
+    optimiser = optimiser_of(strategy)
+    if not isinstance(optimiser, TorchOptimiser):
+        return
+    try:
+        theta, moments = torch.zeros(2), Moments()
+        for _ in range(2):
+            theta, moments = optimiser.step(theta, torch.ones(2), moments, 0.1)
+    except Exception as error:
+        what = strategy.optimizer if isinstance(strategy.optimizer, str) else "the function given as optimizer"
+        raise BadInput(f"{what} cannot step a vector of parameters by a gradient: {error}") from error
+
+
 def rate_at(optimiser: Optimiser, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int) -> float:
     """The learning rate of a generation: that of torch's scheduler where there is one."""
     rate = optimiser.rate(theta, moments) if isinstance(optimiser, TorchOptimiser) else None
-    return value_at(lr, generation) if rate is None else rate
+    rate = value_at(lr, generation) if rate is None else rate
+    check_rate("lr", rate, zero=True)
+    return rate
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -56,9 +75,12 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise unknown(name, value, choices)
 
 
-def check_positive(name: str, value: Any) -> None:
-    if isinstance(value, int | float) and not 0 < value < float("inf"):
-        raise BadInput(f"The setting {name} must be above 0, not {value}.")
+def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
+    """Above 0, or not below it, and finite: a number, or both ends of a schedule. Functions are checked as they go."""
+    ends = (value.start, value.stop) if isinstance(value, Schedule) else () if callable(value) else (value,)
+    for end in ends:
+        if not isinstance(end, int | float) or not (end >= 0 if zero else end > 0) or not end < float("inf"):
+            raise BadInput(f"The setting {name} must be {'0 or more' if zero else 'above 0'}, not {end!r}.")
 
 
 def parse(kind: Any, name: str, text: str) -> Any:
