@@ -67,6 +67,8 @@ class Core:
         self.device = self.fleet.place()
         if self.module is not None:
             self.genome = Genome.of(self.module)
+            if self.objective.of_model:  # it may bring tensors of its own, for the device where the module is
+                self.device = self.fleet.place(next(self.module.parameters()).device)
             self.module = copy.deepcopy(self.module)
             theta = self.genome.read(self.module, self.device)
         else:

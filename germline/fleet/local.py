@@ -32,9 +32,10 @@ class Local:
         if self.workers is not None and self.workers < 1:
             raise BadInput(f"A local fleet needs at least one worker, not {self.workers}.")
 
-    def place(self) -> torch.device:
+    def place(self, usual: torch.device | None = None) -> torch.device:
+        """The device; where it is auto, the usual one if there is one, else a GPU if there is one."""
         if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return usual or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
         except RuntimeError:
