@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from germline import Local, trainer
 from germline.recipes import make
+from germline.stopping import Stop
 
 
 def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
@@ -19,7 +20,7 @@ def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
     if strategy != recipe.strategy.name:
         recipe = dataclasses.replace(recipe, strategy=recipe.others[strategy])
     session = trainer.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})
-    trainer.run(session, trainer.Stop(seconds=6.0))
+    trainer.run(session, Stop(seconds=6.0))
     return [(row["total_seconds"], row["dev_accuracy"]) for row in session.history if "dev_accuracy" in row]
 
 

@@ -11,12 +11,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from germline import trainer
+from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
+from germline.header import revive, settings_of
 from germline.journal import Journal
 from germline.objective import Batch, Metric, objective_of, tensors_in
 from germline.population import refresh_statistics
 from germline.recipe import Recipe
+from germline.session import Row, Session
+from germline.stopping import Stop, Target
 from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
 
 
@@ -60,7 +64,7 @@ def train(
     resume: str | Path | None = None,
     evaluate_every: int = 10,
     snapshot_every: int = 100,
-    callbacks: Sequence[Callable[[trainer.Session, trainer.Row], None]] = (),
+    callbacks: Sequence[Callable[[Session, Row], None]] = (),
 ) -> Result:
     """Trains a module by evolution and leaves its new weights in it.
 
@@ -105,7 +109,7 @@ def train(
         path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
         session = trainer.start(recipe, path, seed=seed, fleet=fleet, about={})
     try:
-        summary = trainer.run(session, trainer.Stop(generations, seconds, trainer.Target.of(target)), callbacks)
+        summary = trainer.run(session, Stop(generations, seconds, Target.of(target)), callbacks)
     finally:
         session.journal.close()
     model.load_state_dict(session.model().state_dict())
@@ -147,7 +151,7 @@ class Search:
     ) -> None:
         goal = objective_of(loss, score, objective, maximize, None)
         self._module = model
-        self._core = trainer.Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed)
+        self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed)
         self._batch: Batch | None = None
         self._shapes: Any = ()  # of the inputs that were last tried
         self.generation = 0
@@ -186,7 +190,7 @@ class Search:
         """Everything that a search needs to go on: plain values and tensors, for ``torch.save``."""
         core = self._core
         tree, tensors = pack(core.state)
-        settings = trainer.settings_of(core.strategy)
+        settings = settings_of(core.strategy)
         about = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed, "block": core.block}
         about |= {"method": core.method, "layout": core.genome.fingerprint, "generation": self.generation}
         return {**about, "tree": tree, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
@@ -196,10 +200,8 @@ class Search:
         core = self._core
         if state["layout"] != core.genome.fingerprint:
             raise BadInput("This state is of another model: its parameters have other names or shapes.")
-        strategy = trainer.revive(state, core.strategy)
-        fresh = trainer.Core(
-            self._module, strategy, core.objective, core.fleet, state["seed"], state["block"], state["method"]
-        )
+        strategy = revive(state, core.strategy)
+        fresh = Core(self._module, strategy, core.objective, core.fleet, state["seed"], state["block"], state["method"])
         tensors = {name: tensor.to(fresh.device) for name, tensor in state["tensors"].items()}
         fresh.state = unpack(fresh.state, state["tree"], tensors)
         self._core, self.generation = fresh, state["generation"]

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from germline import trainer
 from germline.api import free_directory
+from germline.core import Core
 from germline.errors import BadInput, unknown
 from germline.fleet import Local
 from germline.genome import theta_sha256
@@ -26,7 +27,12 @@ from germline.noise import whole_number
 from germline.progress import Progress
 from germline.recipe import Recipe
 from germline.recipes import RECIPES, address, make
+from germline.replay import reopen
+from germline.replay import replay as replay_records
+from germline.replay import verify as verify_records
 from germline.report import write_curves, write_report
+from germline.session import Session, export_theta
+from germline.stopping import Stop, Target
 from germline.strategies import STRATEGIES, strategy_class
 from germline.strategies.settings import parse
 
@@ -65,7 +71,7 @@ Name = Annotated[str | None, typer.Option(help="of the run's directory")]
 AsJson = Annotated[bool, typer.Option("--json", help="the last line of standard output is one JSON object")]
 Generations = Annotated[int | None, typer.Option(help="stop after so many generations in all")]
 Seconds = Annotated[float | None, typer.Option(help="stop after so many seconds of training in all")]
-Target = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop when a metric is reached")]
+TargetText = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop when a metric is reached")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="of the strategy, or recipe.KEY")
 ]
@@ -86,7 +92,7 @@ def train(
     json_: AsJson = False,
     generations: Generations = None,
     seconds: Seconds = None,
-    target: Target = None,
+    target: TargetText = None,
     settings: Settings = None,
     baseline: Annotated[bool, typer.Option(help="then train by backprop for the same time, to compare")] = False,
 ) -> None:
@@ -99,11 +105,11 @@ def train(
     own |= {key: str(value) for key, value in shortcuts.items() if value is not None}
     made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
     limit = made.generations if generations is None and seconds is None else generations
-    stop = trainer.Stop(limit, seconds, trainer.Target.of(target))
+    stop = Stop(limit, seconds, Target.of(target))
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     fleet = Local(device, workers)
 
-    def begin(made: Recipe, path: Path, stop: trainer.Stop, command: str) -> trainer.Session:
+    def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Session:
         about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
         return trainer.start(made, path, seed=seed, fleet=fleet, about=about | {"stop": dataclasses.asdict(stop)})
 
@@ -114,7 +120,7 @@ def train(
     beside = path.with_name(path.name + "-backprop")
     refuse_baseline(other, beside, fleet)
     summary = finish(begin(made, path, stop, command_line()), stop, as_json=False)
-    same_time = trainer.Stop(seconds=summary["seconds"])
+    same_time = Stop(seconds=summary["seconds"])
     repeat = f"germline train {shlex.quote(recipe)} --strategy gradient --seconds {summary['seconds']} --seed {seed}"
     compared = finish(begin(other, beside, same_time, repeat), same_time, as_json=False, quiet=True)
     for key, value in summary["metrics"].items():
@@ -140,18 +146,18 @@ def resume(
     json_: AsJson = False,
     generations: Generations = None,
     seconds: Seconds = None,
-    target: Target = None,
+    target: TargetText = None,
 ) -> None:
     """Go on where a run stopped."""
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
     journal = Journal.open(run)
     session = trainer.resume(recipe_of(journal), journal, Local(device or journal.header["device"], workers))
-    stop = trainer.Stop(generations, seconds, trainer.Target.of(target))
-    if stop == trainer.Stop():
+    stop = Stop(generations, seconds, Target.of(target))
+    if stop == Stop():
         said = journal.header["stop"]
-        goal = trainer.Target(**said["target"]) if said.get("target") else None
-        stop = trainer.Stop(said.get("generations"), said.get("seconds"), goal)
+        goal = Target(**said["target"]) if said.get("target") else None
+        stop = Stop(said.get("generations"), said.get("seconds"), goal)
     finish(session, stop, as_json=json_)
 
 
@@ -166,10 +172,10 @@ def replay(
     if generation < 0:
         raise BadInput(f"There is no generation {generation}.")
     session = session_of(run)
-    trainer.replay(session, until=generation)
+    replay_records(session, until=generation)
     core = session.core
     digest = theta_sha256(core.state.theta)
-    trainer.export_theta(core.genome, core.state.theta, export)
+    export_theta(core.genome, core.state.theta, export)
     print(json.dumps({"run": str(run), "generation": generation, "theta_sha256": digest, "export": str(export)})
           if json_ else f"generation {generation} of {run}: {export}, theta_sha256 {digest}")  # fmt: skip
 
@@ -177,7 +183,7 @@ def replay(
 @command
 def verify(run: RunPath, json_: AsJson = False) -> None:
     """Replay a whole run and check every hash."""
-    found = trainer.verify(session_of(run))
+    found = verify_records(session_of(run))
     text = f"{found['generations']} generations and {found['snapshots']} snapshots are as they were written"
     print(json.dumps({"run": str(run), **found}) if json_ else f"{run}: {text}, theta_sha256 {found['theta_sha256']}")
 
@@ -236,7 +242,7 @@ def doctor(json_: AsJson = False) -> None:
     Console().print(table)
 
 
-def finish(session: trainer.Session, stop: trainer.Stop, *, as_json: bool, quiet: bool = False) -> dict[str, Any]:
+def finish(session: Session, stop: Stop, *, as_json: bool, quiet: bool = False) -> dict[str, Any]:
     """Runs a session to its end, with progress, and says what came of it."""
     path = session.journal.path
     with Progress(stop).shown() as progress:
@@ -289,7 +295,7 @@ def refuse_baseline(recipe: Recipe, path: Path, fleet: Local) -> None:
     if path.exists():
         raise BadInput(f"{path} exists already: give another --name.")
     splits = recipe.splits()
-    core = trainer.Core(recipe.model, recipe.strategy, recipe.goal(), fleet, 0)
+    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, 0)
     batches = trainer.batches_of(recipe, splits, 0)
     batch = batches.batch(0, core.device) if batches is not None else None
     core.try_out(batch)
@@ -306,14 +312,14 @@ def recipe_of(journal: Journal) -> Recipe:
     return dataclasses.replace(recipe, strategy=strategy or strategy_class(header["strategy"])())
 
 
-def session_of(run: Path) -> trainer.Session:
+def session_of(run: Path) -> Session:
     """A run to be replayed: from its journal alone where that is enough."""
     journal = Journal.open(run, read_only=True)
     header = journal.header
     if strategy_class(header["strategy"]).needs_gradient:
         return trainer.rebuild(recipe_of(journal), journal, Local(header["device"]))
     functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
-    return trainer.reopen(journal, recipe_of(journal).strategy if functions else None)
+    return reopen(journal, recipe_of(journal).strategy if functions else None)
 
 
 def command_line() -> str:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from germline import noise
+from germline.header import processor
 from germline.journal import connect
 from germline.kernels import Address, home, reference
 from germline.noise import VALUES, Field
-from germline.trainer import processor
 from germline.version import __version__
 
 SPAN = (777, 777 + 5000)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from germline.trainer import Row, Session, Stop
+from germline.session import Row, Session
+from germline.stopping import Stop
 
 EVERY = 5.0  # seconds between lines where there is no terminal
 

@@ -13,15 +13,17 @@ import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from germline import OpenAIES, Recipe, trainer
 from germline.fleet import Local
-from germline.genome import theta_sha256
+from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.recipe import seeded
+from germline.stopping import Stop
 from germline.strategies import AnyStrategy, Gradient
 
 STRATEGIES: dict[str, AnyStrategy] = {
@@ -65,7 +67,7 @@ def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> No
         session = trainer.start(made, path, seed=5, fleet=Local("cpu"), about={})
     if dies_at is not None:
         session.journal.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
-    trainer.run(session, trainer.Stop(generations=generations))
+    trainer.run(session, Stop(generations=generations))
     session.journal.close()
     (path / "hash").write_text(theta_sha256(session.core.state.theta))
 
@@ -74,10 +76,10 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0)
     strategy = STRATEGIES["openai-es"]
-    genome = trainer.Genome.of(recipe("openai-es").model)  # type: ignore[attr-defined]
+    genome = Genome.of(recipe("openai-es").model)
     state = strategy.init(torch.zeros(genome.size))
     field = strategy.field(0, genome)
-    strategy.ask(state, field, 0, {"sigma": 0.1}).weights(trainer.np.arange(4), 0, genome.size)  # type: ignore[attr-defined]
+    strategy.ask(state, field, 0, {"sigma": 0.1}).weights(np.arange(4), 0, genome.size)
     field.members(range(4), 0).weighted_sum([1, 2, 3, 4], (0, genome.size))  # compiles both kernels before any fork
     print("ready", flush=True)
     for line in sys.stdin:

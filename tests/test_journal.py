@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from germline import OpenAIES, Recipe, trainer
+from germline import OpenAIES, Recipe, replay, trainer
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.journal import Journal
 from germline.recipe import seeded
 from germline.report import rows_of
+from germline.session import Row, Session
+from germline.stopping import Stop
 from germline.strategies import Gradient, Told
 
 X = torch.linspace(-1, 1, 400).reshape(80, 5)
@@ -40,7 +42,7 @@ def recipe(**changes: Any) -> Recipe:
 
 def finished(path: Path, generations: int, made: Recipe | None = None, callbacks: Any = ()) -> dict[str, Any]:
     session = trainer.start(made or recipe(), path, seed=1, fleet=Local("cpu"), about={})
-    summary = trainer.run(session, trainer.Stop(generations=generations), callbacks)
+    summary = trainer.run(session, Stop(generations=generations), callbacks)
     session.journal.close()
     return summary
 
@@ -48,7 +50,7 @@ def finished(path: Path, generations: int, made: Recipe | None = None, callbacks
 def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path: Path) -> None:
     hashes: list[str] = []
 
-    def remember(session: trainer.Session, row: trainer.Row) -> None:
+    def remember(session: Session, row: Row) -> None:
         hashes.append(theta_sha256(session.core.state.theta))
 
     finished(tmp_path / "run", 500, recipe(strategy=OpenAIES(population=256)), [remember])
@@ -58,23 +60,23 @@ def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path
         "model.safetensors",
         "snapshots",
     ]
-    session = trainer.reopen(Journal.open(tmp_path / "run"))
-    trainer.replay(session, until=0, from_start=True)
+    session = replay.reopen(Journal.open(tmp_path / "run"))
+    replay.replay(session, until=0, from_start=True)
     for record in session.journal.records():
-        trainer.fold(session, record)
+        replay.fold(session, record)
         assert theta_sha256(session.core.state.theta) == hashes[record.told.generation]
     for generation in (0, 1, 9, 10, 11, 250, 499, 500):  # from the snapshot before each
-        session = trainer.reopen(Journal.open(tmp_path / "run"))
-        trainer.replay(session, until=generation)
+        session = replay.reopen(Journal.open(tmp_path / "run"))
+        replay.replay(session, until=generation)
         if generation:
             assert theta_sha256(session.core.state.theta) == hashes[generation - 1]
     with pytest.raises(BadInput, match="no generation 501"):
-        trainer.replay(trainer.reopen(Journal.open(tmp_path / "run")), until=501)
+        replay.replay(replay.reopen(Journal.open(tmp_path / "run")), until=501)
 
 
 def everything(path: Path) -> tuple[Any, ...]:
     """All that can be asked of a run."""
-    found = trainer.verify(trainer.reopen(Journal.open(path)))
+    found = replay.verify(replay.reopen(Journal.open(path)))
     rows = rows_of(Journal.open(path))
     resumed = trainer.resume(recipe(), Journal.open(path), Local("cpu"))
     return (
@@ -156,7 +158,7 @@ def test_damaged_snapshots_cost_a_longer_replay_or_are_refused(tmp_path: Path) -
     resumed = trainer.resume(recipe(), Journal.open(tmp_path / "run"), Local("cpu"))
     assert theta_sha256(resumed.core.state.theta) == summary["theta_sha256"]
     with pytest.raises(BadInput, match="damaged"):
-        trainer.verify(trainer.reopen(Journal.open(tmp_path / "run")))
+        replay.verify(replay.reopen(Journal.open(tmp_path / "run")))
     (tmp_path / "run" / "snapshots" / "00000000.safetensors").unlink()
     (tmp_path / "run" / "snapshots" / "00000010.safetensors").unlink()
     with pytest.raises(BadInput, match="damaged, missing"):
@@ -213,23 +215,23 @@ def test_a_snapshot_of_another_run_is_not_taken(tmp_path: Path) -> None:
     resumed = trainer.resume(recipe(), Journal.open(tmp_path / "one"), Local("cpu"))
     assert theta_sha256(resumed.core.state.theta) == expected[2]
     with pytest.raises(BadInput, match="of another run"):
-        trainer.verify(trainer.reopen(Journal.open(tmp_path / "one")))
+        replay.verify(replay.reopen(Journal.open(tmp_path / "one")))
 
 
 def test_verify_looks_at_all_of_a_snapshot(tmp_path: Path) -> None:
     session = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
-    trainer.run(session, trainer.Stop(generations=12))
+    trainer.run(session, Stop(generations=12))
     state = session.core.state
     moments = dataclasses.replace(state.moments, first=state.moments.first * 100)
     session.journal.save(dataclasses.replace(state, moments=moments), 12)
     with pytest.raises(BadInput, match="not what its records replay to"):
-        trainer.verify(trainer.reopen(Journal.open(tmp_path / "run")))
+        replay.verify(replay.reopen(Journal.open(tmp_path / "run")))
 
 
 def test_an_archive_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finished(tmp_path / "run", 3)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # what a read-only file system says, also to root
-    found = trainer.verify(trainer.reopen(Journal.open(tmp_path / "run", read_only=True)))
+    found = replay.verify(replay.reopen(Journal.open(tmp_path / "run", read_only=True)))
     assert found["generations"] == 3
 
 
@@ -271,9 +273,9 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
     resumed = trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
     assert theta_sha256(resumed.core.state.theta) == theta_sha256(session.core.state.theta)
     with pytest.raises(BadInput, match="no snapshot between"):  # snapshot 12 is no answer to what generation 8 was
-        trainer.replay(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")), until=8)
+        replay.replay(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")), until=8)
     with pytest.raises(BadInput, match="replays to other weights"):
-        trainer.verify(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")))
+        replay.verify(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")))
 
 
 def test_scores_are_kept_exactly(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""A strategy at work on a module: what a run, its replay and a search in one's own loop have in common."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.fleet.local import one_thread_each
+from germline.genome import Genome
+from germline.journal import PROBE
+from germline.noise import WORD, Field
+from germline.objective import Batch, Objective
+from germline.population import Evaluator, Method, block_size, choose_method, prepared
+from germline.shaping import utilities
+from germline.strategies import AnyStrategy, Told
+
+LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
+
+
+@dataclass
+class Core:
+    """A strategy at work: the part that a run, its replay and a search in one's own loop have in common.
+
+    A replay that needs no gradient needs no module either; the genome is then given, and nothing can be evaluated.
+    """
+
+    module: nn.Module | None  # the user's own, which is copied and not touched
+    strategy: AnyStrategy
+    objective: Objective
+    fleet: Local
+    seed: int
+    block: int | None = None
+    method: Method | None = None
+    genome: Genome = field(default=None)  # type: ignore[assignment]
+    device: torch.device = field(init=False)
+    noise: Field = field(init=False)
+    state: Any = field(init=False)
+    evaluator: Evaluator | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.device = self.fleet.place()
+        if self.module is not None:
+            self.genome = Genome.of(self.module)
+            if self.objective.of_model:  # it may bring tensors of its own, for the device where the module is
+                self.device = self.fleet.place(next(self.module.parameters()).device)
+            self.module = copy.deepcopy(self.module)
+            theta = self.genome.read(self.module, self.device)
+        else:
+            theta = torch.zeros(self.genome.size, dtype=self.genome.dtype, device=self.device)
+        self.noise = self.strategy.field(self.seed, self.genome)
+        self.state = self.strategy.init(theta)
+
+    def try_out(self, batch: Batch | None) -> None:
+        """Runs the user's own module once, so that what does not fit is said before anything else is done."""
+        assert self.module is not None
+        self.objective = self.objective.tried(prepared(self.module).to(self.device), batch)
+
+    def prepare(self, batch: Batch | None) -> Evaluator:
+        """Settles, once and for all, how blocks of members are evaluated."""
+        if self.evaluator is None:
+            assert self.module is not None
+            module, block = self.module, self.block or block_size(self.strategy.population, self.genome)
+
+            def evaluator(method: Method) -> Evaluator:
+                return Evaluator.of(module, self.genome, self.objective, self.device, block, method)
+
+            if self.method is None:
+                values = {"sigma": LADDER[2], "lr": 0.0}
+                candidates = self.strategy.ask(self.state, self.noise, 0, values)
+                with one_thread_each():
+                    self.method = choose_method(evaluator, candidates, batch)
+                block = 1 if self.method == "loop" else block  # member by member: nothing is gained by blocks
+            self.block, self.evaluator = block, evaluator(self.method)
+        return self.evaluator
+
+    def evaluate(self, generation: int, batch: Batch | None) -> Told:
+        evaluator = self.prepare(batch)
+        values = self.strategy.values(self.state, generation)
+        if self.strategy.needs_gradient:
+            return self.differentiate(generation, batch, values)
+        candidates = self.strategy.ask(self.state, self.noise, generation, values)
+        scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
+        return Told(generation, scores, values)
+
+    def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> Told:
+        if batch is None:
+            raise BadInput(
+                f"The strategy {self.strategy.name} needs data and a loss of (output, target), not an objective."
+            )
+        try:
+            scores, gradient = self.fleet.gradient(self.prepare(batch), self.state.theta, batch)
+        except RuntimeError as error:
+            if "does not require grad" in str(error):
+                message = "The loss has no gradient, which the strategy 'gradient' needs: use openai-es for it."
+                raise BadInput(message) from error
+            raise
+        return Told(generation, scores, values, gradient)
+
+    def tell(self, told: Told) -> None:
+        self.state = self.strategy.tell(self.state, told, self.noise, maximize=self.objective.maximize)
+
+    def probe(self, batch: Batch | None) -> Told:
+        """Chooses sigma: the one for which two halves of a population agree best on where to go."""
+        evaluator = self.prepare(batch)
+        half = self.strategy.population // 4 * 2 or 1  # whole pairs
+        found, all_scores = [], []
+        for i, sigma in enumerate(LADDER):
+            address = WORD - 1 - i  # generations that no run reaches
+            candidates = self.strategy.ask(self.state, self.noise, address, {"sigma": sigma})
+            scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
+            all_scores.append(scores)
+            found.append((self._agreement(scores, half, address), sigma))
+        return Told(PROBE, np.concatenate(all_scores), {"sigma": max(found)[1]})
+
+    def _agreement(self, scores: NDArray[np.float32], half: int, generation: int) -> float:
+        """The cosine between the directions that two halves of the population give."""
+        directions = []
+        for part in (slice(0, half), slice(half, 2 * half)):
+            weights = utilities(scores[part], "ranks", maximize=self.objective.maximize)
+            if weights is None:
+                return -1.0
+            members = np.arange(self.strategy.population)[part]
+            noise = self.noise.members(members, generation, self.device)
+            directions.append(noise.weighted_sum(weights, (0, self.genome.size)).double())
+        a, b = directions
+        return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))

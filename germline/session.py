@@ -1,0 +1,183 @@
+"""A run in progress: its core, its data, its journal, and what is known of it so far."""
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from germline.core import Core
+from germline.fleet.local import one_thread_each
+from germline.genome import Genome, theta_sha256
+from germline.journal import Journal, Record, write_whole
+from germline.objective import Batch, Batches, Data
+from germline.population import refresh_statistics
+from germline.recipe import Recipe
+from germline.shaping import goodness
+
+STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
+
+Row = dict[str, Any]  # one generation, as people see it
+
+
+@dataclass
+class Session:
+    """A run in progress: a core, its data and its journal."""
+
+    core: Core
+    recipe: Recipe | None  # none where the journal is only replayed
+    journal: Journal
+    splits: dict[str, Data]
+    batches: Batches | None
+    generation: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    sent: int = 0  # bytes, by this process
+    received: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[Row] = field(default_factory=list)
+    measured: tuple[str, ...] = ("dev", "test")  # the splits that are scored on the way
+    interrupted: bool = False
+
+    def step(self) -> Row:
+        """One generation; when this returns it is on disk."""
+        assert self.recipe is not None
+        began = time.perf_counter()
+        core, generation = self.core, self.generation
+        batch = self.batch(generation)
+        told = core.evaluate(generation, batch)
+        core.tell(told)
+        self.generation += 1
+        metrics = self.measure(batch) if self.generation % self.recipe.evaluate_every == 0 else {}
+        seconds = time.perf_counter() - began
+        digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
+        samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
+        side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": [0, 0]}
+        side |= {"metrics": metrics} if metrics else {}
+        self.journal.append(told, digest, side)
+        if self.generation % self.recipe.snapshot_every == 0:
+            self.journal.save(core.state, self.generation)
+        return self.note(Record(told, digest, side))
+
+    def note(self, record: Record) -> Row:
+        """Adds a record to what is known of the run."""
+        self.account(record)
+        self.metrics |= record.side.get("metrics", {})
+        row = describe(record, self.core.objective.maximize) | {"total_seconds": self.seconds}
+        self.history.append(row)
+        return row
+
+    def account(self, record: Record) -> None:
+        self.seconds += record.side["seconds"]
+        self.samples += record.side["samples"]
+        self.sent += record.side["bytes"][0]
+        self.received += record.side["bytes"][1]
+
+    def batch(self, generation: int) -> Batch | None:
+        return self.batches.batch(generation, self.core.device) if self.batches is not None else None
+
+    def measure(self, batch: Batch | None) -> dict[str, float]:
+        """The centre's score on the batch at hand, and the metrics of dev and test."""
+        name = "score" if self.core.objective.maximize else "loss"
+        with torch.no_grad(), one_thread_each():  # a metric may end the run: it must not depend on threads
+            model = self.model()
+            found = {f"centre_{name}": float(self.core.objective.score(model, batch))}
+            for split in self.measured:
+                if split in self.splits:
+                    values = self.core.objective.evaluate(model, self.splits[split], self.core.device)
+                    found |= {f"{split}_{key}": value for key, value in values.items()}
+        return found
+
+    def model(self) -> nn.Module:
+        """The centre as a module, in evaluation mode."""
+        model = self.core.module
+        assert model is not None
+        self.core.genome.write(self.core.state.theta, model)
+        model.to(self.core.device).eval()
+        if self.batches is not None:
+            refresh_statistics(model, (self.batches.batch(g, self.core.device) for g in range(STATISTICS_BATCHES)))
+        return model
+
+    def finish(self, stopped_by: str) -> dict[str, Any]:
+        """What the run came to; with the final snapshot and the exported model on disk."""
+        core = self.core
+        self.journal.save(core.state, self.generation)
+        model = self.model()
+        self.metrics |= self.measure(self.batch(max(self.generation - 1, 0)))
+        if "train" in self.splits and not core.objective.of_model:
+            values = core.objective.evaluate(model, self.splits["train"], core.device)
+            self.metrics |= {f"train_{key}": value for key, value in values.items()}
+        export(model, self.journal.path / "model.safetensors")
+        on_gpu = core.device.type == "cuda"
+        summary = {
+            "run": str(self.journal.path),
+            "recipe": self.journal.header["recipe"],
+            "strategy": core.strategy.name,
+            "generations": self.generation,
+            "evaluations": self.generation * core.strategy.population,
+            "samples": self.samples,
+            "seconds": round(self.seconds, 3),
+            "metrics": {k: round(v, 6) if math.isfinite(v) else None for k, v in sorted(self.metrics.items())},
+            "theta_sha256": theta_sha256(core.state.theta),
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak_memory(),
+            "stopped_by": stopped_by,
+        }
+        self.journal.conclude(summary)
+        return summary
+
+
+def describe(record: Record, maximize: bool) -> Row:
+    """One generation in numbers for people."""
+    scores = record.told.scores
+    good = goodness(scores, maximize)
+    finite = scores[np.isfinite(scores)]
+    return {
+        "generation": record.told.generation,
+        "best": float(scores[int(good.argmax())]),
+        "mean": float(finite.mean()) if finite.size else float("nan"),
+        "spread": float(finite.std()) if finite.size else float("nan"),
+        "skipped": not finite.size,
+        "members": int(scores.size),
+        "seconds": record.side["seconds"],
+        **record.told.values,
+        **record.side.get("metrics", {}),
+    }
+
+
+def export(model: nn.Module, file: Path) -> None:
+    """The model's state_dict, tied weights once, as safetensors."""
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    write_whole(file, save(tensors))
+
+
+def export_theta(genome: Genome, theta: torch.Tensor, file: Path) -> None:
+    """The trainable parameters by name, tied ones once, as safetensors."""
+    from safetensors.torch import save
+
+    views = genome.views(theta.detach().cpu())
+    write_whole(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))
+
+
+def peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

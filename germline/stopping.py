@@ -1,0 +1,77 @@
+"""When a run ends."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from germline.errors import BadInput, unknown
+from germline.session import Session
+
+LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric and the value at which it is good enough."""
+
+    metric: str
+    value: float
+    lower_is_better: bool
+
+    @classmethod
+    def of(cls, given: "Target | str | Sequence[Any] | None") -> "Target | None":
+        """From METRIC=VALUE, METRIC<=VALUE, METRIC>=VALUE or (metric, value); = takes the direction from the name."""
+        if given is None or isinstance(given, Target):
+            return given
+        match = re.fullmatch(
+            r"\s*(\w+)\s*(<=|>=|=)\s*(\S+)\s*", given if isinstance(given, str) else "{}={}".format(*given)
+        )
+        try:
+            if match is None:
+                raise ValueError
+            value = float(match[3])
+        except ValueError:
+            raise BadInput(f"A target is METRIC=VALUE, such as dev_accuracy=0.95, not {given!r}.") from None
+        return cls(match[1], value, match[2] == "<=" or (match[2] == "=" and match[1].endswith(LOWER_IS_BETTER)))
+
+    def reached(self, metrics: Mapping[str, float]) -> bool:
+        value = metrics.get(self.metric)
+        return value is not None and (value <= self.value if self.lower_is_better else value >= self.value)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """When a run ends; the first that is met."""
+
+    generations: int | None = None
+    seconds: float | None = None
+    target: Target | None = None
+
+    def __post_init__(self) -> None:
+        if self.generations is not None and self.generations < 0:
+            raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
+        if self.seconds is not None and not 0 <= self.seconds < float("inf"):
+            raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
+
+    def watch(self, session: Session) -> None:
+        """Has measured on the way what the target is about, or says which metrics there are."""
+        if self.target is None:
+            return
+        objective = session.core.objective
+        name = "score" if objective.maximize else "loss"
+        kinds = [*(objective.metrics or {}), *(() if objective.of_model else (name,))]
+        names = [f"{split}_{kind}" for split in session.splits for kind in kinds] + [f"centre_{name}"]
+        if self.target.metric not in names:
+            raise unknown("metric", self.target.metric, names)
+        if self.target.metric.startswith("train_"):
+            session.measured = ("train", *session.measured)
+
+    def reason(self, session: Session) -> str | None:
+        if self.target is not None and self.target.reached(session.metrics):
+            return "target"
+        if self.generations is not None and session.generation >= self.generations:
+            return "generations"
+        if self.seconds is not None and session.seconds >= self.seconds:
+            return "seconds"
+        return "interrupt" if session.interrupted else None
