@@ -100,16 +100,16 @@ def train(
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
     )
-    fleet = fleet or Local()
+    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.of(target))
     if resume is not None:
         if run is not None:
             raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
         session = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
     else:
         path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-        session = trainer.start(recipe, path, seed=seed, fleet=fleet, about={})
+        session = trainer.start(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
     try:
-        summary = trainer.run(session, Stop(generations, seconds, Target.of(target)), callbacks)
+        summary = trainer.run(session, stop, callbacks)
     finally:
         session.journal.close()
     model.load_state_dict(session.model().state_dict())

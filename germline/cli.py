@@ -111,7 +111,7 @@ def train(
 
     def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Session:
         about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
-        return trainer.start(made, path, seed=seed, fleet=fleet, about=about | {"stop": dataclasses.asdict(stop)})
+        return trainer.start(made, path, seed=seed, fleet=fleet, about=about, stop=stop)
 
     if not baseline:
         finish(begin(made, path, stop, command_line()), stop, as_json=json_)

@@ -1,11 +1,12 @@
 """When a run ends."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from germline.errors import BadInput, unknown
+from germline.objective import Objective
 from germline.session import Session
 
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
@@ -54,18 +55,13 @@ class Stop:
         if self.seconds is not None and not 0 <= self.seconds < float("inf"):
             raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
 
-    def watch(self, session: Session) -> None:
-        """Has measured on the way what the target is about, or says which metrics there are."""
-        if self.target is None:
-            return
-        objective = session.core.objective
+    def check(self, objective: Objective, splits: Iterable[str]) -> None:
+        """Refuses a target that nothing will be measured for, and says which metrics there are."""
         name = "score" if objective.maximize else "loss"
         kinds = [*(objective.metrics or {}), *(() if objective.of_model else (name,))]
-        names = [f"{split}_{kind}" for split in session.splits for kind in kinds] + [f"centre_{name}"]
-        if self.target.metric not in names:
+        names = [f"{split}_{kind}" for split in splits for kind in kinds] + [f"centre_{name}"]
+        if self.target is not None and self.target.metric not in names:
             raise unknown("metric", self.target.metric, names)
-        if self.target.metric.startswith("train_"):
-            session.measured = ("train", *session.measured)
 
     def reason(self, session: Session) -> str | None:
         if self.target is not None and self.target.reached(session.metrics):

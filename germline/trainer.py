@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from germline.stopping import Stop
 
 def run(session: Session, stop: Stop, callbacks: Sequence[Callable[[Session, Row], None]] = ()) -> dict[str, Any]:
     """The loop."""
-    stop.watch(session)
+    stop.check(session.core.objective, session.splits)
+    if stop.target is not None and stop.target.metric.startswith("train_"):
+        session.measured = ("train", *session.measured)
     with interruptible(session):
         while (reason := stop.reason(session)) is None:
             row = session.step()
@@ -52,15 +54,19 @@ def interruptible(session: Session) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def start(recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any]) -> Session:
-    """A new run, with generation 0 on disk."""
+def start(
+    recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any], stop: Stop | None = None
+) -> Session:
+    """A new run, with generation 0 on disk; nothing is written before everything has been tried."""
     splits = recipe.splits()
     core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed)
     batches = batches_of(recipe, splits, seed)
     batch = batches.batch(0, core.device) if batches is not None else None
     core.try_out(batch)
+    stop = stop or Stop()
+    stop.check(core.objective, splits)
     core.prepare(batch)
-    header = header_of(core, splits, batches, about)
+    header = header_of(core, splits, batches, {**about, "stop": asdict(stop)})
     session = Session(core, recipe, Journal.create(path, header, core.state), splits, batches)
     choose_sigma(session)
     return session

@@ -232,6 +232,7 @@ def test_bad_input_is_a_sentence_and_exit_code_2(here: Path, arguments: list[str
     assert sentence in " ".join(error.replace("│", " ").split())
     assert "Traceback" not in error
     assert (here / "runs" / "there" / "mine.txt").read_text() == "keep me"
+    assert [run.name for run in (here / "runs").iterdir()] == ["there"]  # nothing is left behind
 
 
 def germline(*arguments: str, cwd: Path, threads: int = 2) -> subprocess.Popen[str]:
