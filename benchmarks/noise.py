@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=1 << 20)
     parser.add_argument("--members", type=int, default=16, help=f"a multiple of {BLOCK}")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
     rows = cpu_rows(arguments.parameters, arguments.members, arguments.repeats)
