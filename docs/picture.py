@@ -19,9 +19,9 @@ def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
     recipe = make("digits", {}, seed=0)
     if strategy != recipe.strategy.name:
         recipe = dataclasses.replace(recipe, strategy=recipe.others[strategy])
-    session = trainer.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})
-    trainer.run(session, Stop(seconds=6.0))
-    return [(row["total_seconds"], row["dev_accuracy"]) for row in session.history if "dev_accuracy" in row]
+    training = trainer.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})
+    trainer.run(training, Stop(seconds=6.0))
+    return [(row["total_seconds"], row["dev_accuracy"]) for row in training.history if "dev_accuracy" in row]
 
 
 def main() -> None:

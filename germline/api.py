@@ -19,7 +19,7 @@ from germline.journal import Journal
 from germline.objective import Batch, Metric, objective_of, tensors_in
 from germline.population import refresh_statistics
 from germline.recipe import Recipe
-from germline.session import Row, Session
+from germline.run import Row, Run
 from germline.stopping import Stop, Target
 from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
 
@@ -64,7 +64,7 @@ def train(
     resume: str | Path | None = None,
     evaluate_every: int = 10,
     snapshot_every: int = 100,
-    callbacks: Sequence[Callable[[Session, Row], None]] = (),
+    callbacks: Sequence[Callable[[Run, Row], None]] = (),
 ) -> Result:
     """Trains a module by evolution and leaves its new weights in it.
 
@@ -104,18 +104,18 @@ def train(
     if resume is not None:
         if run is not None:
             raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
-        session = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
+        training = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
     else:
         path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-        session = trainer.start(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
+        training = trainer.start(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
     try:
-        summary = trainer.run(session, stop, callbacks)
+        summary = trainer.run(training, stop, callbacks)
     finally:
-        session.journal.close()
-    model.load_state_dict(session.model().state_dict())
-    if session.interrupted:
-        raise KeyboardInterrupt(f"interrupted; go on with resume={str(session.journal.path)!r}")
-    return Result(model, session.history, session.journal.path, summary)
+        training.journal.close()
+    model.load_state_dict(training.model().state_dict())
+    if training.interrupted:
+        raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.journal.path)!r}")
+    return Result(model, training.history, training.journal.path, summary)
 
 
 def free_directory(runs: Path, name: str) -> Path:

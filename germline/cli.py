@@ -31,7 +31,7 @@ from germline.replay import reopen
 from germline.replay import replay as replay_records
 from germline.replay import verify as verify_records
 from germline.report import write_curves, write_report
-from germline.session import Session, export_theta
+from germline.run import Run, export_theta
 from germline.stopping import Stop, Target
 from germline.strategies import STRATEGIES, strategy_class
 from germline.strategies.settings import parse
@@ -109,7 +109,7 @@ def train(
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     fleet = Local(device, workers)
 
-    def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Session:
+    def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Run:
         about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
         return trainer.start(made, path, seed=seed, fleet=fleet, about=about, stop=stop)
 
@@ -152,13 +152,13 @@ def resume(
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
     journal = Journal.open(run)
-    session = trainer.resume(recipe_of(journal), journal, Local(device or journal.header["device"], workers))
+    training = trainer.resume(recipe_of(journal), journal, Local(device or journal.header["device"], workers))
     stop = Stop(generations, seconds, Target.of(target))
     if stop == Stop():
         said = journal.header["stop"]
         goal = Target(**said["target"]) if said.get("target") else None
         stop = Stop(said.get("generations"), said.get("seconds"), goal)
-    finish(session, stop, as_json=json_)
+    finish(training, stop, as_json=json_)
 
 
 @command
@@ -171,9 +171,9 @@ def replay(
     """Write the weights of any generation, from the journal."""
     if generation < 0:
         raise BadInput(f"There is no generation {generation}.")
-    session = session_of(run)
-    replay_records(session, until=generation)
-    core = session.core
+    training = run_of(run)
+    replay_records(training, until=generation)
+    core = training.core
     digest = theta_sha256(core.state.theta)
     export_theta(core.genome, core.state.theta, export)
     print(json.dumps({"run": str(run), "generation": generation, "theta_sha256": digest, "export": str(export)})
@@ -183,7 +183,7 @@ def replay(
 @command
 def verify(run: RunPath, json_: AsJson = False) -> None:
     """Replay a whole run and check every hash."""
-    found = verify_records(session_of(run))
+    found = verify_records(run_of(run))
     text = f"{found['generations']} generations and {found['snapshots']} snapshots are as they were written"
     print(json.dumps({"run": str(run), **found}) if json_ else f"{run}: {text}, theta_sha256 {found['theta_sha256']}")
 
@@ -242,16 +242,18 @@ def doctor(json_: AsJson = False) -> None:
     Console().print(table)
 
 
-def finish(session: Session, stop: Stop, *, as_json: bool, quiet: bool = False) -> dict[str, Any]:
-    """Runs a session to its end, with progress, and says what came of it."""
-    path = session.journal.path
+def finish(training: Run, stop: Stop, *, as_json: bool, quiet: bool = False) -> dict[str, Any]:
+    """Runs a training to its end, with progress, and says what came of it."""
+    path = training.journal.path
     with Progress(stop).shown() as progress:
-        summary = trainer.run(session, stop, [progress])
-    write_curves(session.history, path / "curves.csv")
-    session.journal.close()
+        summary = trainer.run(training, stop, [progress])
+    write_curves(training.history, path / "curves.csv")
+    training.journal.close()
     write_report([path], path / "report.html")
     if summary["stopped_by"] == "interrupt":
-        print(f"interrupted after generation {session.generation}; go on with: germline resume {path}", file=sys.stderr)
+        print(
+            f"interrupted after generation {training.generation}; go on with: germline resume {path}", file=sys.stderr
+        )
     if as_json:
         print(json.dumps(summary))
     elif not quiet:
@@ -312,7 +314,7 @@ def recipe_of(journal: Journal) -> Recipe:
     return dataclasses.replace(recipe, strategy=strategy or strategy_class(header["strategy"])())
 
 
-def session_of(run: Path) -> Session:
+def run_of(run: Path) -> Run:
     """A run to be replayed: from its journal alone where that is enough."""
     journal = Journal.open(run, read_only=True)
     header = journal.header

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from germline.session import Row, Session
+from germline.run import Row, Run
 from germline.stopping import Stop
 
 EVERY = 5.0  # seconds between lines where there is no terminal
@@ -26,8 +26,8 @@ class Progress:
         self.live: Live | None = None
         self.last = 0.0
 
-    def __call__(self, session: Session, row: Row) -> None:
-        line = describe(session, row, self.stop)
+    def __call__(self, training: Run, row: Row) -> None:
+        line = describe(training, row, self.stop)
         if self.live is not None:
             self.live.update(Text(line, overflow="ellipsis", no_wrap=True))
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
@@ -46,31 +46,31 @@ class Progress:
         self.live = None
 
 
-def describe(session: Session, row: Row, stop: Stop) -> str:
+def describe(training: Run, row: Row, stop: Stop) -> str:
     """generation, best and mean score, a dev metric, members per second, time left."""
     done = row["generation"] + 1
     parts = [f"gen {done}" + (f"/{stop.generations}" if stop.generations else "")]
     parts.append("no finite score: skipped" if row["skipped"] else f"best {row['best']:.3g}  mean {row['mean']:.3g}")
-    shown = [key for key in session.metrics if key.startswith("dev_")] or [k for k in session.metrics if "test_" in k]
+    shown = [key for key in training.metrics if key.startswith("dev_")] or [k for k in training.metrics if "test_" in k]
     preferred = [key for key in shown if not key.endswith(("_loss", "_score"))] or shown
     if preferred:
-        parts.append(f"{preferred[0].replace('_', ' ')} {session.metrics[preferred[0]]:.4f}")
-    recent = session.history[-20:]
+        parts.append(f"{preferred[0].replace('_', ' ')} {training.metrics[preferred[0]]:.4f}")
+    recent = training.history[-20:]
     seconds = sum(r["seconds"] for r in recent)
     rate = sum(r["members"] for r in recent) / max(seconds, 1e-9)
     parts.append(f"{rate:,.0f} members/s")
-    left = time_left(session, stop, seconds / len(recent))
+    left = time_left(training, stop, seconds / len(recent))
     if left is not None:
         parts.append(f"{clock(left)} left")
     return "  ".join(parts)
 
 
-def time_left(session: Session, stop: Stop, per_generation: float) -> float | None:
+def time_left(training: Run, stop: Stop, per_generation: float) -> float | None:
     limits = []
     if stop.generations is not None:
-        limits.append((stop.generations - session.generation) * per_generation)
+        limits.append((stop.generations - training.generation) * per_generation)
     if stop.seconds is not None:
-        limits.append(stop.seconds - session.seconds)
+        limits.append(stop.seconds - training.seconds)
     return max(0.0, min(limits)) if limits else None
 
 

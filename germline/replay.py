@@ -10,11 +10,11 @@ from germline.genome import Genome, theta_sha256
 from germline.header import revive
 from germline.journal import PROBE, Journal, Record, content_sha256
 from germline.objective import Objective
-from germline.session import Session
+from germline.run import Run
 from germline.strategies import AnyStrategy, pack
 
 
-def reopen(journal: Journal, given: AnyStrategy | None = None) -> Session:
+def reopen(journal: Journal, given: AnyStrategy | None = None) -> Run:
     """A run from its journal alone, for strategies that need no gradient: to be replayed, not to go on.
 
     Functions among its settings, which a journal does not hold, are taken from the strategy given.
@@ -23,15 +23,15 @@ def reopen(journal: Journal, given: AnyStrategy | None = None) -> Session:
     nothing = Objective(lambda model: float("nan"), header["maximize"], of_model=True)
     genome = Genome.from_description(header["layout"])
     core = Core(None, revive(header, given, replayed=True), nothing, Local("cpu"), header["seed"], genome=genome)
-    return Session(core, None, journal, {}, None)
+    return Run(core, None, journal, {}, None)
 
 
-def replay(session: Session, until: int | None = None, *, from_start: bool = False) -> None:
+def replay(training: Run, until: int | None = None, *, from_start: bool = False) -> None:
     """Folds the journal's records into the State: from the latest snapshot, or all of them."""
-    core, journal = session.core, session.journal
+    core, journal = training.core, training.journal
     records = list(journal.records())
     if records and records[0].told.generation == PROBE:
-        settle(session, records.pop(0))
+        settle(training, records.pop(0))
     length = len(records) if until is None else until
     if length > len(records):
         raise BadInput(f"{journal.path} has {len(records)} generations, so there is no generation {length}.")
@@ -41,18 +41,18 @@ def replay(session: Session, until: int | None = None, *, from_start: bool = Fal
     for record in records[:length]:
         generation = record.told.generation
         if generation >= first:
-            fold(session, record)
+            fold(training, record)
             if record.theta_sha256 not in (None, theta_sha256(core.state.theta)):
                 first = go_on_from_snapshot(core, generation + 1, length, journal)
-        session.note(record)
-        session.generation = generation + 1
+        training.note(record)
+        training.generation = generation + 1
 
 
-def fold(session: Session, record: Record) -> None:
+def fold(training: Run, record: Record) -> None:
     """The State after one more record; a gradient, which records do not hold, is computed again."""
-    core, told = session.core, record.told
+    core, told = training.core, record.told
     if core.strategy.needs_gradient:
-        told = core.differentiate(told.generation, session.batch(told.generation), told.values)
+        told = core.differentiate(told.generation, training.batch(told.generation), told.values)
     core.tell(told)
 
 
@@ -68,28 +68,32 @@ def go_on_from_snapshot(core: Core, generation: int, length: int, journal: Journ
     return later[0]
 
 
-def settle(session: Session, record: Record) -> None:
+def settle(training: Run, record: Record) -> None:
     """From the probe's record on, sigma is the one that it chose."""
-    session.core.strategy = replace(session.core.strategy, sigma=record.told.values["sigma"])  # type: ignore[type-var]
-    session.account(record)
+    training.core.strategy = replace(training.core.strategy, sigma=record.told.values["sigma"])  # type: ignore[type-var]
+    training.account(record)
 
 
-def verify(session: Session) -> dict[str, Any]:
+def verify(training: Run) -> dict[str, Any]:
     """Replays everything from the beginning and compares every hash and every snapshot on the way."""
-    journal, core = session.journal, session.core
+    journal, core = training.journal, training.core
     template, snapshots, checked = core.state, journal.snapshots(), 0
-    replay(session, until=0, from_start=True)
+    replay(training, until=0, from_start=True)
     for record in journal.records():
         if record.told.generation == PROBE:
             continue
-        fold(session, record)
-        session.generation = record.told.generation + 1
+        fold(training, record)
+        training.generation = record.told.generation + 1
         digest = theta_sha256(core.state.theta)
         if record.theta_sha256 not in (None, digest):
-            raise BadInput(f"Generation {session.generation} of {journal.path} replays to other weights than it had.")
-        if session.generation in snapshots:
-            saved = journal.load(template, session.generation, core.device)
+            raise BadInput(f"Generation {training.generation} of {journal.path} replays to other weights than it had.")
+        if training.generation in snapshots:
+            saved = journal.load(template, training.generation, core.device)
             if content_sha256(*pack(saved)) != content_sha256(*pack(core.state)):
-                raise BadInput(f"Snapshot {session.generation} of {journal.path} is not what its records replay to.")
+                raise BadInput(f"Snapshot {training.generation} of {journal.path} is not what its records replay to.")
             checked += 1
-    return {"generations": session.generation, "snapshots": checked + 1, "theta_sha256": theta_sha256(core.state.theta)}
+    return {
+        "generations": training.generation,
+        "snapshots": checked + 1,
+        "theta_sha256": theta_sha256(core.state.theta),
+    }

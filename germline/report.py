@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from germline.journal import PROBE, Journal, write_whole
-from germline.session import Row, describe
+from germline.run import Row, describe
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }

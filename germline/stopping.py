@@ -7,7 +7,7 @@ from typing import Any
 
 from germline.errors import BadInput, unknown
 from germline.objective import Objective
-from germline.session import Session
+from germline.run import Run
 
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
 
@@ -63,11 +63,11 @@ class Stop:
         if self.target is not None and self.target.metric not in names:
             raise unknown("metric", self.target.metric, names)
 
-    def reason(self, session: Session) -> str | None:
-        if self.target is not None and self.target.reached(session.metrics):
+    def reason(self, training: Run) -> str | None:
+        if self.target is not None and self.target.reached(training.metrics):
             return "target"
-        if self.generations is not None and session.generation >= self.generations:
+        if self.generations is not None and training.generation >= self.generations:
             return "generations"
-        if self.seconds is not None and session.seconds >= self.seconds:
+        if self.seconds is not None and training.seconds >= self.seconds:
             return "seconds"
-        return "interrupt" if session.interrupted else None
+        return "interrupt" if training.interrupted else None

@@ -18,34 +18,34 @@ from germline.journal import Journal, Record
 from germline.objective import Batches, Data
 from germline.recipe import Recipe
 from germline.replay import replay, settle
-from germline.session import Row, Session
+from germline.run import Row, Run
 from germline.stopping import Stop
 
 
-def run(session: Session, stop: Stop, callbacks: Sequence[Callable[[Session, Row], None]] = ()) -> dict[str, Any]:
+def run(training: Run, stop: Stop, callbacks: Sequence[Callable[[Run, Row], None]] = ()) -> dict[str, Any]:
     """The loop."""
-    stop.check(session.core.objective, session.splits)
+    stop.check(training.core.objective, training.splits)
     if stop.target is not None and stop.target.metric.startswith("train_"):
-        session.measured = ("train", *session.measured)
-    with interruptible(session):
-        while (reason := stop.reason(session)) is None:
-            row = session.step()
+        training.measured = ("train", *training.measured)
+    with interruptible(training):
+        while (reason := stop.reason(training)) is None:
+            row = training.step()
             for callback in callbacks:
-                callback(session, row)
-    return session.finish(reason)
+                callback(training, row)
+    return training.finish(reason)
 
 
 @contextmanager
-def interruptible(session: Session) -> Iterator[None]:
+def interruptible(training: Run) -> Iterator[None]:
     """The first Ctrl-C ends the run after the generation at hand; the second ends it at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: Any) -> None:
-        if session.interrupted:
+        if training.interrupted:
             raise KeyboardInterrupt
-        session.interrupted = True
+        training.interrupted = True
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -56,7 +56,7 @@ def interruptible(session: Session) -> Iterator[None]:
 
 def start(
     recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any], stop: Stop | None = None
-) -> Session:
+) -> Run:
     """A new run, with generation 0 on disk; nothing is written before everything has been tried."""
     splits = recipe.splits()
     core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed)
@@ -67,34 +67,34 @@ def start(
     stop.check(core.objective, splits)
     core.prepare(batch)
     header = header_of(core, splits, batches, {**about, "stop": asdict(stop)})
-    session = Session(core, recipe, Journal.create(path, header, core.state), splits, batches)
-    choose_sigma(session)
-    return session
+    training = Run(core, recipe, Journal.create(path, header, core.state), splits, batches)
+    choose_sigma(training)
+    return training
 
 
-def choose_sigma(session: Session) -> None:
+def choose_sigma(training: Run) -> None:
     """Where sigma is auto, probes and journals the choice."""
-    core = session.core
+    core = training.core
     if getattr(core.strategy, "sigma", None) != "auto":
         return
     began = time.perf_counter()
-    batch = session.batch(0)
+    batch = training.batch(0)
     told = core.probe(batch)
     samples = told.scores.size * (batch.size if batch else 1)
     side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples, "bytes": [0, 0]}
-    session.journal.append(told, None, side)
-    settle(session, Record(told, None, side))
+    training.journal.append(told, None, side)
+    settle(training, Record(told, None, side))
 
 
-def resume(recipe: Recipe, journal: Journal, fleet: Local) -> Session:
+def resume(recipe: Recipe, journal: Journal, fleet: Local) -> Run:
     """A run as its journal left it, ready for the next generation."""
-    session = rebuild(recipe, journal, fleet)
-    replay(session)
-    choose_sigma(session)
-    return session
+    training = rebuild(recipe, journal, fleet)
+    replay(training)
+    choose_sigma(training)
+    return training
 
 
-def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Session:
+def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Run:
     """A run before its first generation, from the recipe it was begun with."""
     header = journal.header
     splits = recipe.splits()
@@ -111,7 +111,7 @@ def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Session:
             raise BadInput(f"The {what} is not that of {journal.path}: a run goes on only with what it began with.")
     batches = batches_of(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
     core.try_out(batches.batch(0, core.device) if batches is not None else None)
-    return Session(core, recipe, journal, splits, batches)
+    return Run(core, recipe, journal, splits, batches)
 
 
 def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int) -> Batches | None:

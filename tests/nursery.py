@@ -62,14 +62,14 @@ def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> No
         fsync = os.fsync
         os.fsync = lambda handle: (step(), fsync(handle), step())[1]  # type: ignore[assignment]
     if path.exists():
-        session = trainer.resume(made, Journal.open(path), Local("cpu"))
+        training = trainer.resume(made, Journal.open(path), Local("cpu"))
     else:
-        session = trainer.start(made, path, seed=5, fleet=Local("cpu"), about={})
+        training = trainer.start(made, path, seed=5, fleet=Local("cpu"), about={})
     if dies_at is not None:
-        session.journal.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
-    trainer.run(session, Stop(generations=generations))
-    session.journal.close()
-    (path / "hash").write_text(theta_sha256(session.core.state.theta))
+        training.journal.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
+    trainer.run(training, Stop(generations=generations))
+    training.journal.close()
+    (path / "hash").write_text(theta_sha256(training.core.state.theta))
 
 
 def main() -> None:

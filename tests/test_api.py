@@ -197,7 +197,7 @@ def test_a_resumed_run_equals_a_straight_one(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_after_the_generation_and_loses_nothing(tmp_path: Path) -> None:
-    def press(session: Any, row: dict[str, Any]) -> None:
+    def press(training: Any, row: dict[str, Any]) -> None:
         if row["generation"] == 4:
             os.kill(os.getpid(), signal.SIGINT)
 

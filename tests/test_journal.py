@@ -21,7 +21,7 @@ from germline.genome import theta_sha256
 from germline.journal import Journal
 from germline.recipe import seeded
 from germline.report import rows_of
-from germline.session import Row, Session
+from germline.run import Row, Run
 from germline.stopping import Stop
 from germline.strategies import Gradient, Told
 
@@ -41,17 +41,17 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def finished(path: Path, generations: int, made: Recipe | None = None, callbacks: Any = ()) -> dict[str, Any]:
-    session = trainer.start(made or recipe(), path, seed=1, fleet=Local("cpu"), about={})
-    summary = trainer.run(session, Stop(generations=generations), callbacks)
-    session.journal.close()
+    training = trainer.start(made or recipe(), path, seed=1, fleet=Local("cpu"), about={})
+    summary = trainer.run(training, Stop(generations=generations), callbacks)
+    training.journal.close()
     return summary
 
 
 def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path: Path) -> None:
     hashes: list[str] = []
 
-    def remember(session: Session, row: Row) -> None:
-        hashes.append(theta_sha256(session.core.state.theta))
+    def remember(training: Run, row: Row) -> None:
+        hashes.append(theta_sha256(training.core.state.theta))
 
     finished(tmp_path / "run", 500, recipe(strategy=OpenAIES(population=256)), [remember])
     assert (tmp_path / "run" / "journal.sqlite").stat().st_size < 1_000_000
@@ -60,16 +60,16 @@ def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path
         "model.safetensors",
         "snapshots",
     ]
-    session = replay.reopen(Journal.open(tmp_path / "run"))
-    replay.replay(session, until=0, from_start=True)
-    for record in session.journal.records():
-        replay.fold(session, record)
-        assert theta_sha256(session.core.state.theta) == hashes[record.told.generation]
+    training = replay.reopen(Journal.open(tmp_path / "run"))
+    replay.replay(training, until=0, from_start=True)
+    for record in training.journal.records():
+        replay.fold(training, record)
+        assert theta_sha256(training.core.state.theta) == hashes[record.told.generation]
     for generation in (0, 1, 9, 10, 11, 250, 499, 500):  # from the snapshot before each
-        session = replay.reopen(Journal.open(tmp_path / "run"))
-        replay.replay(session, until=generation)
+        training = replay.reopen(Journal.open(tmp_path / "run"))
+        replay.replay(training, until=generation)
         if generation:
-            assert theta_sha256(session.core.state.theta) == hashes[generation - 1]
+            assert theta_sha256(training.core.state.theta) == hashes[generation - 1]
     with pytest.raises(BadInput, match="no generation 501"):
         replay.replay(replay.reopen(Journal.open(tmp_path / "run")), until=501)
 
@@ -219,11 +219,11 @@ def test_a_snapshot_of_another_run_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_verify_looks_at_all_of_a_snapshot(tmp_path: Path) -> None:
-    session = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
-    trainer.run(session, Stop(generations=12))
-    state = session.core.state
+    training = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    trainer.run(training, Stop(generations=12))
+    state = training.core.state
     moments = dataclasses.replace(state.moments, first=state.moments.first * 100)
-    session.journal.save(dataclasses.replace(state, moments=moments), 12)
+    training.journal.save(dataclasses.replace(state, moments=moments), 12)
     with pytest.raises(BadInput, match="not what its records replay to"):
         replay.verify(replay.reopen(Journal.open(tmp_path / "run")))
 
@@ -247,31 +247,31 @@ def test_a_generation_without_scores_changes_nothing_and_says_so(tmp_path: Path)
     def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output.sum() * float("nan")
 
-    session = trainer.start(recipe(loss=broken), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
-    before = theta_sha256(session.core.state.theta)
-    row = session.step()
+    training = trainer.start(recipe(loss=broken), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    before = theta_sha256(training.core.state.theta)
+    row = training.step()
     assert row["skipped"]
-    assert theta_sha256(session.core.state.theta) == before
+    assert theta_sha256(training.core.state.theta) == before
 
 
 def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Path) -> None:
     """A record's hash that cannot be met here stands for a machine whose last bits differ."""
     made = recipe(strategy=Gradient())
-    session = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     for g in range(12):
-        told = session.core.evaluate(g, session.batch(g))
-        session.core.tell(told)
-        session.journal.append(
+        told = training.core.evaluate(g, training.batch(g))
+        training.core.tell(told)
+        training.journal.append(
             told,
-            "elsewhere" if g == 3 else theta_sha256(session.core.state.theta),
+            "elsewhere" if g == 3 else theta_sha256(training.core.state.theta),
             {"seconds": 0.0, "samples": 0, "bytes": [0, 0]},
         )
-        session.generation += 1
+        training.generation += 1
     with pytest.raises(BadInput, match="no snapshot between"):
         trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
-    session.journal.save(session.core.state, 12)
+    training.journal.save(training.core.state, 12)
     resumed = trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
-    assert theta_sha256(resumed.core.state.theta) == theta_sha256(session.core.state.theta)
+    assert theta_sha256(resumed.core.state.theta) == theta_sha256(training.core.state.theta)
     with pytest.raises(BadInput, match="no snapshot between"):  # snapshot 12 is no answer to what generation 8 was
         replay.replay(trainer.rebuild(made, Journal.open(tmp_path / "run"), Local("cpu")), until=8)
     with pytest.raises(BadInput, match="replays to other weights"):
@@ -279,9 +279,9 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
 
 
 def test_scores_are_kept_exactly(tmp_path: Path) -> None:
-    session = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    training = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     scores = np.array([np.nan, np.inf, -0.0, 1e-45, 3.1415927], np.float32)
-    session.journal.append(
+    training.journal.append(
         Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3, "bytes": [0, 0]}
     )
     (record,) = Journal.open(tmp_path / "run").records()

@@ -26,7 +26,7 @@ Row = dict[str, Any]  # one generation, as people see it
 
 
 @dataclass
-class Session:
+class Run:
     """A run in progress: a core, its data and its journal."""
 
     core: Core
