@@ -7,13 +7,12 @@ Each pair of timings is interleaved and the best of each is taken, so that a noi
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from germline.header import processor
 from germline.noise import Field
 
 SIGMA = 0.01
@@ -122,14 +121,6 @@ def cuda_rows(parameters: int, members: int, repeats: int) -> list[tuple[str, fl
     for name, rate in rates.items():
         print(f"  {name:24} {rate / 1e12:7.3f}e12 elements per second")
     return [("CUDA accumulate against torch.normal_ alone", rates["accumulate"] / rates["torch.normal_"], 2.5)]
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def main() -> None:

@@ -107,12 +107,9 @@ class Run:
         """What the run came to; with the final snapshot and the exported model on disk."""
         core = self.core
         self.journal.save(core.state, self.generation)
-        model = self.model()
+        self.measured = ("train", "dev", "test") if not core.objective.of_model else ("dev", "test")
         self.metrics |= self.measure(self.batch(max(self.generation - 1, 0)))
-        if "train" in self.splits and not core.objective.of_model:
-            values = core.objective.evaluate(model, self.splits["train"], core.device)
-            self.metrics |= {f"train_{key}": value for key, value in values.items()}
-        export(model, self.journal.path / "model.safetensors")
+        export(self.model(), self.journal.path / "model.safetensors")
         on_gpu = core.device.type == "cuda"
         summary = {
             "run": str(self.journal.path),
