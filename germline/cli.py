@@ -18,7 +18,6 @@ from rich.table import Table
 
 from germline import trainer
 from germline.api import free_directory
-from germline.core import Core
 from germline.errors import BadInput, unknown
 from germline.fleet import Local
 from germline.genome import theta_sha256
@@ -296,11 +295,7 @@ def refuse_baseline(recipe: Recipe, path: Path, fleet: Local) -> None:
     """Says that there can be no backprop beside a run before the run is made."""
     if path.exists():
         raise BadInput(f"{path} exists already: give another --name.")
-    splits = recipe.splits()
-    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, 0)
-    batches = trainer.batches_of(recipe, splits, 0)
-    batch = batches.batch(0, core.device) if batches is not None else None
-    core.try_out(batch)
+    core, _, _, batch = trainer.set_up(recipe, fleet, seed=0)
     core.differentiate(0, batch, {})
 
 

@@ -168,10 +168,11 @@ def fixed_sha256(module: nn.Module) -> str:
     """
     trainable = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    estimated = {f"{name}.{what}" for name in norms for what in ("running_mean", "running_var", "num_batches_tracked")}
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    estimated = {f"{name}.{what}".lstrip(".") for name in norms for what in statistics}
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
-        if name not in trainable and name not in {e.lstrip(".") for e in estimated}:
+        if name not in trainable and name not in estimated:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

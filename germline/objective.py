@@ -246,7 +246,8 @@ class Objective:
                 output = module(*batch.args, **batch.kwargs)
             score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
             size = score.numel() if isinstance(score, torch.Tensor) else np.size(score)
-            float(score) if size == 1 else None
+            if size == 1:
+                float(score)  # what is no number is no score
         except Exception as error:
             shapes = [tuple(tensor.shape) for tensor in tensors_in([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"

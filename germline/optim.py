@@ -132,6 +132,8 @@ class TorchOptimiser:
         """The learning rate of the next step, where torch decides it."""
         if self.make_scheduler is None and not self.own_rate:
             return None
+        if moments.foreign:
+            return float(moments.foreign["optimizer"]["param_groups"][0]["lr"])
         optimiser, _ = self._made(torch.nn.Parameter(theta), moments)
         return float(optimiser.param_groups[0]["lr"])
 

@@ -15,7 +15,7 @@ from germline.fleet import Local
 from germline.genome import fixed_sha256
 from germline.header import header_of, revive
 from germline.journal import Journal, Record
-from germline.objective import Batches, Data
+from germline.objective import Batch, Batches, Data
 from germline.recipe import Recipe
 from germline.replay import replay, settle
 from germline.run import Row, Run
@@ -58,11 +58,7 @@ def start(
     recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any], stop: Stop | None = None
 ) -> Run:
     """A new run, with generation 0 on disk; nothing is written before everything has been tried."""
-    splits = recipe.splits()
-    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed)
-    batches = batches_of(recipe, splits, seed)
-    batch = batches.batch(0, core.device) if batches is not None else None
-    core.try_out(batch)
+    core, splits, batches, batch = set_up(recipe, fleet, seed)
     stop = stop or Stop()
     stop.check(core.objective, splits)
     core.prepare(batch)
@@ -70,6 +66,16 @@ def start(
     training = Run(core, recipe, Journal.create(path, header, core.state), splits, batches)
     choose_sigma(training)
     return training
+
+
+def set_up(recipe: Recipe, fleet: Local, seed: int) -> tuple[Core, dict[str, Data], Batches | None, Batch | None]:
+    """A recipe made ready and tried on its first batch; nothing is written."""
+    splits = recipe.splits()
+    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed)
+    batches = batches_of(recipe, splits, seed)
+    batch = batches.batch(0, core.device) if batches is not None else None
+    core.try_out(batch)
+    return core, splits, batches, batch
 
 
 def choose_sigma(training: Run) -> None:
