@@ -1,6 +1,7 @@
 """The two calls of the Python interface: ``train`` for a whole run, ``Search`` for one's own loop."""
 
 import dataclasses
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,12 @@ from germline.fleet import Local
 from germline.header import revive, settings_of
 from germline.journal import Journal
 from germline.objective import Batch, Metric, objective_of, tensors_in
-from germline.population import refresh_statistics
+from germline.population import DType, Plan, refresh_statistics
 from germline.recipe import Recipe
 from germline.run import Row, Run
 from germline.stopping import Stop, Target
 from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
+from germline.strategies.settings import check_choice
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def train(
     target: str | tuple[str, float] | None = None,
     seed: int = 0,
     fleet: Local | None = None,
+    dtype: DType = "auto",
+    dropout: bool = False,
     run: str | Path | None = None,
     resume: str | Path | None = None,
     evaluate_every: int = 10,
@@ -71,7 +75,8 @@ def train(
     ``data`` is a tuple of tensors, a Dataset or a DataLoader. Give one of ``loss`` (minimised) and ``score``
     (maximised), functions of (output, target), or ``objective``, a function of the model. The run ends at the first of
     ``generations`` (300 if nothing is said), ``seconds`` and ``target``, a metric and its value. ``run`` is the
-    directory to be made, ``resume`` one to go on with.
+    directory to be made, ``resume`` one to go on with. ``dtype`` is that of the members' arithmetic (auto, float32 or
+    bfloat16); with ``dropout`` members are scored with their dropout layers at work.
 
     >>> import tempfile, torch
     >>> from torch import nn
@@ -97,6 +102,8 @@ def train(
         metrics,
         strategy or OpenAIES(),
         batch_size=batch_size,
+        dtype=dtype,
+        dropout=dropout,
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
     )
@@ -148,10 +155,13 @@ class Search:
         maximize: bool | None = None,
         seed: int = 0,
         fleet: Local | None = None,
+        dtype: DType = "auto",
+        dropout: bool = False,
     ) -> None:
         goal = objective_of(loss, score, objective, maximize, None)
+        check_choice("dtype", dtype, typing.get_args(DType))
         self._module = model
-        self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed)
+        self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed, None, dtype, dropout)
         self._batch: Batch | None = None
         self._shapes: Any = ()  # of the inputs that were last tried
         self.generation = 0
@@ -191,8 +201,9 @@ class Search:
         core = self._core
         tree, tensors = pack(core.state)
         settings = settings_of(core.strategy)
-        about = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed, "block": core.block}
-        about |= {"method": core.method, "layout": core.genome.fingerprint, "generation": self.generation}
+        about: dict[str, Any] = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed}
+        about |= {"evaluation": dataclasses.asdict(core.plan) if core.plan is not None else None}
+        about |= {"layout": core.genome.fingerprint, "generation": self.generation}
         return {**about, "tree": tree, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +212,8 @@ class Search:
         if state["layout"] != core.genome.fingerprint:
             raise BadInput("This state is of another model: its parameters have other names or shapes.")
         strategy = revive(state, core.strategy)
-        fresh = Core(self._module, strategy, core.objective, core.fleet, state["seed"], state["block"], state["method"])
+        plan = Plan(**state["evaluation"]) if state["evaluation"] is not None else None
+        fresh = Core(self._module, strategy, core.objective, core.fleet, state["seed"], plan, core.dtype, core.dropout)
         tensors = {name: tensor.to(fresh.device) for name, tensor in state["tensors"].items()}
         fresh.state = unpack(fresh.state, state["tree"], tensors)
         self._core, self.generation = fresh, state["generation"]

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import typing
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,6 +24,7 @@ from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.journal import Journal
 from germline.noise import whole_number
+from germline.population import DType, SlowPath
 from germline.progress import Progress
 from germline.recipe import Recipe
 from germline.recipes import RECIPES, address, make
@@ -63,6 +65,7 @@ Population = Annotated[int | None, typer.Option(help="members of a generation")]
 Rank = Annotated[str | None, typer.Option(help="rank of the noise of matrices, or none for dense noise")]
 Seed = Annotated[int, typer.Option(help="of everything that is drawn")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
+DTypeName = Annotated[str, typer.Option("--dtype", help="of the members' arithmetic: auto, float32 or bfloat16")]
 Workers = Annotated[int | None, typer.Option(help="threads that share the members on a CPU")]
 DataDir = Annotated[Path | None, typer.Option("--data", help="where data sets lie, else GERMLINE_DATA")]
 Runs = Annotated[Path, typer.Option(help="where runs are kept")]
@@ -84,6 +87,7 @@ def train(
     rank: Rank = None,
     seed: Seed = 0,
     device: Device = "auto",
+    dtype: DTypeName = "auto",
     workers: Workers = None,
     data: DataDir = None,
     runs: Runs = Path("runs"),
@@ -103,6 +107,7 @@ def train(
     shortcuts = {"population": population, "rank": rank}
     own |= {key: str(value) for key, value in shortcuts.items() if value is not None}
     made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
+    made = made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
     limit = made.generations if generations is None and seconds is None else generations
     stop = Stop(limit, seconds, Target.of(target))
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
@@ -323,5 +328,11 @@ def command_line() -> str:
     return shlex.join(["germline", *sys.argv[1:]])
 
 
+def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """What the library has to say, as a sentence; other libraries' warnings as they are."""
+    print(f"note: {message}" if issubclass(category, SlowPath) else f"{category.__name__}: {message}", file=sys.stderr)
+
+
 def main() -> None:
+    warnings.showwarning = show_warning
     app()

@@ -1,6 +1,7 @@
 """A strategy at work on a module: what a run, its replay and a search in one's own loop have in common."""
 
 import copy
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +16,27 @@ from germline.fleet import Local
 from germline.fleet.local import one_thread_each
 from germline.genome import Genome
 from germline.journal import PROBE
-from germline.noise import WORD, Field
+from germline.noise import WORD, Field, Stream
 from germline.objective import Batch, Objective
-from germline.population import Evaluator, Method, block_size, choose_method, prepared
+from germline.population import (
+    DType,
+    Evaluator,
+    Plan,
+    Settled,
+    SlowPath,
+    agrees,
+    block_size,
+    exact_arithmetic,
+    in_type,
+    prepared,
+    settle,
+)
 from germline.shaping import utilities
-from germline.strategies import AnyStrategy, Told
+from germline.strategies import AnyStrategy, Candidates, Told
 
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
+CHECK_EVERY = 100  # generations between checks of sampled members
+SAMPLED = 3  # members of such a check
 
 
 @dataclass
@@ -36,8 +51,9 @@ class Core:
     objective: Objective
     fleet: Local
     seed: int
-    block: int | None = None
-    method: Method | None = None
+    plan: Plan | None = None  # how members are evaluated; settled on the first batch if not given
+    dtype: DType = "auto"
+    dropout: bool = False
     genome: Genome = field(default=None)  # type: ignore[assignment]
     device: torch.device = field(init=False)
     noise: Field = field(init=False)
@@ -63,22 +79,30 @@ class Core:
         self.objective = self.objective.tried(prepared(self.module).to(self.device), batch)
 
     def prepare(self, batch: Batch | None) -> Evaluator:
-        """Settles, once and for all, how blocks of members are evaluated."""
+        """Settles, once and for all, how members are evaluated."""
         if self.evaluator is None:
-            assert self.module is not None
-            module, block = self.module, self.block or block_size(self.strategy.population, self.genome)
-
-            def evaluator(method: Method) -> Evaluator:
-                return Evaluator.of(module, self.genome, self.objective, self.device, block, method)
-
-            if self.method is None:
-                values = {"sigma": LADDER[2], "lr": 0.0}
-                candidates = self.strategy.ask(self.state, self.noise, 0, values)
-                with one_thread_each():
-                    self.method = choose_method(evaluator, candidates, batch)
-                block = 1 if self.method == "loop" else block  # member by member: nothing is gained by blocks
-            self.block, self.evaluator = block, evaluator(self.method)
+            self.plan = self.plan or self._settle(batch)
+            self.evaluator = self._make(self.plan)
         return self.evaluator
+
+    def _make(self, plan: Plan) -> Evaluator:
+        assert self.module is not None
+        return Evaluator.of(self.module, self.genome, self.objective, self.device, plan)
+
+    def _settle(self, batch: Batch | None) -> Plan:
+        if self.strategy.needs_gradient:
+            return Plan(1, "loop", vectorised=False)
+        assert self.module is not None
+        sigma = getattr(self.strategy, "sigma", None)
+        values = {"sigma": LADDER[2]} if sigma == "auto" else self.strategy.values(self.state, 0)
+        candidates = self.strategy.ask(self.state, self.noise, 0, values)
+        with one_thread_each(), exact_arithmetic():
+            size = block_size(self.strategy.population, self.genome, prepared(self.module).to(self.device), batch)
+            settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
+            settled = in_type(self._make, settled, self.dtype, candidates, batch)
+        if settled.reason is not None:
+            warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
+        return settled.plan
 
     def evaluate(self, generation: int, batch: Batch | None) -> Told:
         evaluator = self.prepare(batch)
@@ -87,7 +111,36 @@ class Core:
             return self.differentiate(generation, batch, values)
         candidates = self.strategy.ask(self.state, self.noise, generation, values)
         scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
+        if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
+            scores = self.fleet.evaluate(self._slow_down(), candidates, self.strategy.population, batch)
         return Told(generation, scores, values)
+
+    def _confirmed(self, candidates: Candidates, batch: Batch, scores: NDArray[np.float32]) -> bool:
+        """Whether sampled members, or all but one of them, have the scores of plain copies of the module."""
+        assert self.plan is not None
+        if self.plan.method not in ("twins", "vmap"):
+            return True
+        sampled = self.noise.below(scores.size, SAMPLED, candidates.generation, Stream.SELECTION, member=WORD - 1)
+        with one_thread_each(), exact_arithmetic():
+            plain = self._make(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout))
+            right = [agrees(self.plan, plain, candidates, batch, scores, int(member)) for member in sampled]
+        return sum(right) >= SAMPLED - 1
+
+    def _slow_down(self) -> Evaluator:
+        """The one way that is right whatever the module does, from here on."""
+        assert self.plan is not None
+        settled = Settled(
+            Plan(1, "alone", vectorised=False, dropout=self.plan.dropout),
+            "scores of sampled members are no longer those of the model by itself",
+        )
+        warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
+        self.adopt(settled.plan)
+        return self.prepare(None)
+
+    def adopt(self, plan: Plan) -> None:
+        """From here on members are evaluated by this plan."""
+        if plan != self.plan:
+            self.plan, self.evaluator = plan, None
 
     def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> Told:
         if batch is None:

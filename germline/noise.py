@@ -188,10 +188,10 @@ class Noise:
 
     # Slices
 
-    def integers(self, span: Span, stream: Stream = Stream.DENSE) -> torch.Tensor:
-        """eps, the integers behind the noise: int8, (members, parameters)."""
+    def integers(self, span: Span, stream: Stream = Stream.DENSE, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+        """eps, the integers behind the noise: (members, parameters)."""
         self._refuse_matrices(span, stream)
-        eps = self._fill(VALUES[self.field.kind].reading, torch.int8, self.addresses, span, stream)
+        eps = self._fill(VALUES[self.field.kind].reading, dtype, self.addresses, span, stream)
         return eps.mul_(torch.from_numpy(self.signs).to(self.device)[:, None]) if self.field.mirrored else eps
 
     def halves(self, span: Span, stream: Stream) -> torch.Tensor:

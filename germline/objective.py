@@ -47,18 +47,28 @@ class Batch:
             return cls(tuple(raw[:-1]), {}, raw[-1], length_of(raw[-1]))
         raise BadInput("A batch must be a dict, or a tuple of inputs followed by the target.")
 
+    def copied(self) -> "Batch":
+        """In memory of its own: for code that may change its input."""
+        args, kwargs, target = mapped(torch.clone, (self.args, self.kwargs, self.target))
+        return Batch(args, kwargs, target, self.size)
+
     def to(self, device: torch.device) -> "Batch":
         args, kwargs, target = to_device((self.args, self.kwargs, self.target), device)
         return Batch(args, kwargs, target, self.size)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
+    return mapped(lambda tensor: tensor.to(device), value)
+
+
+def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """A batch, or a part of one, with a function of each of its tensors in its place."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: mapped(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(mapped(function, item) for item in value)
     return value
 
 
@@ -240,11 +250,13 @@ class Objective:
         """
         if batch is None and not self.of_model:
             raise BadInput("A loss or score of (output, target) needs data=.")
+        batch = batch.copied() if batch is not None else None
         output: Any = None
         try:
-            if batch is not None:
-                output = module(*batch.args, **batch.kwargs)
-            score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
+            with seeded_generators(0):
+                if batch is not None:
+                    output = module(*batch.args, **batch.kwargs)
+                score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
             size = score.numel() if isinstance(score, torch.Tensor) else np.size(score)
             if size == 1:
                 float(score)  # what is no number is no score

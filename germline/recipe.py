@@ -1,5 +1,6 @@
 """A recipe: everything that a run needs to know, in one value."""
 
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from torch import nn
 
 from germline.errors import BadInput
 from germline.objective import Data, Metric, Objective, objective_of
+from germline.population import DType
 from germline.strategies import AnyStrategy, OpenAIES
+from germline.strategies.settings import check_choice
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,14 @@ class Recipe:
     strategy: AnyStrategy = field(default_factory=OpenAIES)
     others: Mapping[str, AnyStrategy] = field(default_factory=dict)  # good settings of other strategies, by name
     batch_size: int | None = None  # a DataLoader's, else all of the data
+    dtype: DType = "auto"  # of the members' arithmetic: float32, bfloat16, or bfloat16 where it pays and ranks survive
+    dropout: bool = False  # whether members are scored with their dropout layers at work
     generations: int = 300
     evaluate_every: int = 10  # generations between scores of dev and test
     snapshot_every: int = 100
 
     def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, typing.get_args(DType))
         for name in ("evaluate_every", "snapshot_every", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

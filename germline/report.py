@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from germline.journal import PROBE, Journal, write_whole
+from germline.population import METHODS
 from germline.run import Row, describe
 
 STYLE = """
@@ -88,7 +89,9 @@ def settings(header: Mapping[str, Any]) -> str:
     rows = [["seed", header["seed"]], ["parameters", sum(product(shape) for _, shape, _, _ in header["layout"])]]
     rows += [[f"strategy {key}", json.dumps(value)] for key, value in header["settings"].items()]
     rows += [[f"recipe {key}", value] for key, value in header["recipe_settings"].items()]
-    rows += [["batch size", header["batch_size"]], ["evaluation", f"{header['method']}, blocks of {header['block']}"]]
+    plan = header["evaluation"]
+    evaluation = f"{METHODS[plan['method']]}, blocks of {plan['block']}, {plan['dtype']}"
+    rows += [["batch size", header["batch_size"]], ["evaluation", evaluation]]
     rows += [["device", header["device"]], ["machine", header["machine"]], ["versions", json.dumps(header["versions"])]]
     return table(["setting", "value"], rows)
 

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from germline.fleet.local import one_thread_each
 from germline.genome import Genome, theta_sha256
 from germline.journal import Journal, Record, write_whole
 from germline.objective import Batch, Batches, Data
-from germline.population import refresh_statistics
+from germline.population import Plan, refresh_statistics
 from germline.recipe import Recipe
 from germline.shaping import goodness
 
@@ -50,6 +50,8 @@ class Run:
         began = time.perf_counter()
         core, generation = self.core, self.generation
         batch = self.batch(generation)
+        core.prepare(batch)
+        plan = core.plan
         told = core.evaluate(generation, batch)
         core.tell(told)
         self.generation += 1
@@ -59,6 +61,7 @@ class Run:
         samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
         side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": [0, 0]}
         side |= {"metrics": metrics} if metrics else {}
+        side |= {"evaluation": asdict(core.plan)} if core.plan is not None and core.plan != plan else {}
         self.journal.append(told, digest, side)
         if self.generation % self.recipe.snapshot_every == 0:
             self.journal.save(core.state, self.generation)
@@ -67,6 +70,8 @@ class Run:
     def note(self, record: Record) -> Row:
         """Adds a record to what is known of the run."""
         self.account(record)
+        if "evaluation" in record.side:  # from here on members were evaluated in another way
+            self.core.adopt(Plan(**record.side["evaluation"]))
         self.metrics |= record.side.get("metrics", {})
         row = describe(record, self.core.objective.maximize) | {"total_seconds": self.seconds}
         self.history.append(row)

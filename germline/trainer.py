@@ -16,6 +16,7 @@ from germline.genome import fixed_sha256
 from germline.header import header_of, revive
 from germline.journal import Journal, Record
 from germline.objective import Batch, Batches, Data
+from germline.population import Plan
 from germline.recipe import Recipe
 from germline.replay import replay, settle
 from germline.run import Row, Run
@@ -71,7 +72,7 @@ def start(
 def set_up(recipe: Recipe, fleet: Local, seed: int) -> tuple[Core, dict[str, Data], Batches | None, Batch | None]:
     """A recipe made ready and tried on its first batch; nothing is written."""
     splits = recipe.splits()
-    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed)
+    core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed, None, recipe.dtype, recipe.dropout)
     batches = batches_of(recipe, splits, seed)
     batch = batches.batch(0, core.device) if batches is not None else None
     core.try_out(batch)
@@ -105,7 +106,7 @@ def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Run:
     header = journal.header
     splits = recipe.splits()
     strategy = revive(header, recipe.strategy)
-    core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], header["block"], header["method"])
+    core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], Plan(**header["evaluation"]))
     differences = {
         "model": (core.genome.described(), header["layout"]),
         "objective": (core.objective.maximize, header["maximize"]),

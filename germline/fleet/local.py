@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.objective import Batch
-from germline.population import Evaluator
+from germline.population import Evaluator, exact_arithmetic
 from germline.strategies.base import Candidates
 
 
@@ -60,17 +60,19 @@ class Local:
             usual = 1 if evaluator.objective.of_model else torch.get_num_threads()
             threads = min(self.workers or usual, len(blocks))
 
-        def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
-            return evaluator.score_block(candidates, members, batch)
+        generation = evaluator.generation(candidates, batch)
 
-        with one_thread_each():
+        def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
+            return evaluator.score_block(generation, members)
+
+        with one_thread_each(), exact_arithmetic():
             scores = list(map(score, blocks) if threads == 1 else pool(threads).map(score, blocks))
         return np.concatenate(scores)[:population]
 
     def gradient(
         self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
-        with one_thread_each():
+        with one_thread_each(), exact_arithmetic():
             return evaluator.gradient(theta, batch)
 
 

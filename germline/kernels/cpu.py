@@ -143,6 +143,37 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
         out[low - start : high - start] = total[low - tile * TILE : high - tile * TILE]
 
 
+@compiled
+def blend_rows(out, shared, thin, thick, bias, scales, where):
+    for i in range(out.shape[0]):
+        address, scale, own = where[i], out.dtype.type(scales[i]), bias[i]
+        for j in range(out.shape[1]):
+            to, base = out[i, j], shared[j]
+            first, t = thick[address, 0], scale * thin[j, address, 0]
+            for k in range(to.size):
+                to[k] = base[k] + own[k] + t * first[k]
+            for r in range(1, thick.shape[1]):
+                factor, t = thick[address, r], scale * thin[j, address, r]
+                for k in range(to.size):
+                    to[k] += t * factor[k]
+
+
+@compiled
+def blend_maps(out, shared, thin, thick, bias, scales, where):
+    for i in range(out.shape[0]):
+        address, scale = where[i], out.dtype.type(scales[i])
+        for j in range(out.shape[1]):
+            for k in range(out.shape[2]):
+                to, base, own = out[i, j, k], shared[j, k], bias[i, k]
+                source, t = thin[j, address, 0], scale * thick[address, 0, k]
+                for p in range(to.size):
+                    to[p] = base[p] + own + t * source[p]
+                for r in range(1, thick.shape[1]):
+                    more, t = thin[j, address, r], scale * thick[address, r, k]
+                    for p in range(to.size):
+                        to[p] += t * more[p]
+
+
 @cache
 def pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "germline-noise")
@@ -188,3 +219,15 @@ def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Addre
 def accumulate(out: Array, weights: Array, address: Address, reading: Reading, centre: int) -> None:
     arguments = (out, weights, field_of(address), address.members, address.start, int(reading), centre)
     share(accumulate_tiles, tiles_of(address.start, out.size), *arguments, tiles_per_unit=weights.size)
+
+
+def blend_outer(out: Array, shared: Array, thin: Array, thick: Array, bias: Array, scales: Array, where: Array) -> None:
+    """out[i, j, k] = shared[j, k] + bias[i, k] + scales[i] * sum over r of thin[j, a, r] thick[a, r, k], a = where[i].
+
+    The last axis, of positions, belongs to out, shared and thin. By the calling thread alone: blocks of members are
+    already shared out among threads.
+    """
+    if out.shape[3] == 1:
+        blend_rows(out[..., 0], shared[..., 0], thin[..., 0], thick, bias, scales, where)
+    else:
+        blend_maps(out, shared, thin, thick, bias, scales, where)

@@ -25,14 +25,15 @@ class Candidates:
     field: Field
     generation: int
     centre: torch.Tensor
-    sigma: float
+    sigma: float | torch.Tensor  # for all parameters, or one for each
 
     def weights(
         self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Parameters start:stop of some members: (members, parameters)."""
         noise = self.field.members(members, self.generation, self.centre.device)
-        return noise.perturb(self.centre[start:stop], self.sigma, start=start, out=out)
+        sigma = self.sigma[start:stop] if isinstance(self.sigma, torch.Tensor) else self.sigma
+        return noise.perturb(self.centre[start:stop], sigma, start=start, out=out)
 
 
 @dataclass(frozen=True)

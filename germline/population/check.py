@@ -1,0 +1,247 @@
+"""The check of the fast paths: whatever a module's code does, its members are scored right, or by a slower path.
+
+Before a run two blocks are evaluated, at a sigma at which the noise of any parameter shows, and their first and last
+members compared with plain copies of the module. Parameters that the code never asked the block for are tried one by
+one. During the run sampled members are compared again.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.errors import BadInput
+from germline.objective import Batch, seeded_generators, tensors_in
+from germline.population.block import Generation
+from germline.population.evaluator import METHODS, Evaluator, Plan, row_of, unchanged
+from germline.shaping import goodness
+from germline.strategies.base import Candidates
+
+DType = Literal["auto", "float32", "bfloat16"]
+Make = Callable[[Plan], Evaluator]
+
+TOLERANCE = 1e-3  # of an output's size, in float32: far above rounding, far below what missing noise does
+ODD = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
+SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must keep
+
+
+class SlowPath(UserWarning):
+    """A model is evaluated by a slower path than it might be."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """How members are evaluated, and why not faster."""
+
+    plan: Plan
+    reason: str | None = None
+    seconds: float = 0.0  # of a member
+
+    def sentence(self) -> str:
+        how = METHODS[self.plan.method]
+        if self.plan.block > 1 and not self.plan.vectorised:
+            how += ", and scored one by one"
+        price = f" (about {1e3 * self.seconds:.2g} ms each)" if self.seconds else ""
+        return f"Members are evaluated {how}{price}, because {self.reason}."
+
+
+@torch.no_grad()
+def settle(make: Make, block: int, candidates: Candidates, batch: Batch | None, *, dropout: bool = False) -> Settled:
+    """The fastest way that gives what plain copies of the module give, in float32."""
+    slowest = Plan(1, "alone", vectorised=False, dropout=dropout)
+    plain = make(slowest)
+    if batch is None or plain.objective.of_model:
+        return Settled(replace(slowest, method="loop"))
+    blocks = np.arange(2 * block).reshape(2, block)
+    sampled = [int(members[i]) for members in blocks for i in (0, -1)]
+    candidates, expected = loud(plain, candidates, batch, sampled)
+    reason = None
+    for method in METHODS:
+        one_by_one = method in ("loop", "alone")
+        plan = Plan(1 if one_by_one else block, method, not one_by_one, dropout=dropout)
+        # whoever draws from the global generators must be found out, and the user's own left as they were
+        with seeded_generators(1):
+            found, why = trial(make, plan, plain, candidates, batch.copied(), blocks, sampled, expected)
+        if found is not None:
+            return Settled(found.plan, reason or why, found.seconds)
+        reason = why  # of two, the one that rules out the next best
+    raise BadInput(f"The model cannot be evaluated: {reason}.")
+
+
+def trial(
+    make: Make,
+    plan: Plan,
+    plain: Evaluator,
+    candidates: Candidates,
+    batch: Batch,
+    blocks: NDArray[np.int64],
+    sampled: list[int],
+    expected: list[Any],
+) -> tuple[Settled | None, str | None]:
+    """The plan if it gives what is expected, else nothing; and what is wrong."""
+    one_by_one = plan.method in ("loop", "alone")
+    # twice the same: what is kept between calls shows
+    groups = [np.array([member]) for member in [*sampled, sampled[0]]] if one_by_one else [blocks[1], *blocks]
+    try:
+        evaluator = make(plan)
+        generation = evaluator.generation(candidates, batch)
+        rows = []
+        with unchanged(generation.batch):
+            for group in groups:
+                began = time.perf_counter()
+                if one_by_one:
+                    rows.append(evaluator.one_by_one(generation, int(group[0]), scored=False))
+                else:
+                    found = evaluator.outputs(generation, group)
+                    rows += [row_of(found, 0), row_of(found, -1)]
+                seconds = (time.perf_counter() - began) / group.size
+    except Exception as error:  # whatever the code of a module does that cannot be done for a block
+        return None, f"{type(error).__name__}: {first_sentence(error)}"
+    wanted = [*expected, expected[0]] if one_by_one else [*expected[2:], *expected]
+    if not all(same(got, want) for got, want in zip(rows, wanted, strict=True)):
+        if one_by_one:
+            return None, "it keeps state between calls, or draws random numbers"
+        return None, "its outputs are then not those of the model by itself"
+    if evaluator.plan.method == "twins":
+        name = missed(plain, candidates, batch, generation.read, sampled[0], expected[0])
+        if name is not None:
+            return None, f"{name} is used, but not read as an attribute of its own module"
+    if one_by_one:
+        return Settled(evaluator.plan, seconds=seconds), None
+    return scored(evaluator, generation, blocks[0], seconds)
+
+
+def scored(
+    evaluator: Evaluator, generation: Generation, members: NDArray[np.int64], seconds: float
+) -> tuple[Settled, str | None]:
+    """Whether the score, too, can be computed for all members at once."""
+    each = replace(evaluator, plan=replace(evaluator.plan, vectorised=False))
+    expected = each.score_block(generation, members)
+    why = "the score of one member cannot be told from another's"
+    try:
+        got = evaluator.score_block(generation, members)
+        assert generation.batch is not None
+        if close(got, expected, generation.batch.size):
+            return Settled(evaluator.plan, seconds=seconds), None
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_sentence(error)}"
+    return Settled(each.plan, seconds=seconds), f"the score cannot be computed for all at once ({why})"
+
+
+def loud(plain: Evaluator, candidates: Candidates, batch: Batch, sampled: list[int]) -> tuple[Candidates, list[Any]]:
+    """Candidates with noise as large as the weights, and what plain copies of the module make of the batch."""
+    sigma = max(0.1, float(candidates.centre.double().square().mean().sqrt()))
+    while True:
+        candidates = replace(candidates, sigma=sigma)
+        generation = plain.generation(candidates, batch)
+        expected = [plain.one_by_one(generation, member, scored=False) for member in sampled]
+        finite = all(bool(x.isfinite().all()) for x in tensors_in(expected))
+        if finite or sigma < 1e-4:
+            return candidates, expected
+        sigma /= 10
+
+
+def missed(
+    plain: Evaluator, candidates: Candidates, batch: Batch, read: set[int], member: int, expected: Any
+) -> str | None:
+    """The name of a parameter that no twin has read and that plain copies of the module nevertheless use."""
+    for index, slot in enumerate(plain.genome.slots):
+        if index not in read:
+            centre = candidates.centre.clone()
+            centre[slot.start : slot.stop] += candidates.sigma
+            generation = plain.generation(replace(candidates, centre=centre), batch)
+            if not same(plain.one_by_one(generation, member, scored=False), expected):
+                return slot.name
+    return None
+
+
+@torch.no_grad()
+def in_type(make: Make, settled: Settled, dtype: DType, candidates: Candidates, batch: Batch | None) -> Settled:
+    """The same in bfloat16 where it is asked for or, by auto, where it is worth it; if the ranks survive."""
+    if dtype == "float32" or batch is None or settled.plan.method not in ("twins", "vmap"):
+        if dtype == "bfloat16":
+            how = METHODS[settled.plan.method]
+            raise BadInput(f"There is no bfloat16 for a model that is evaluated {how}: use float32.")
+        return settled
+    if dtype == "auto" and not worth_narrowing(candidates):
+        return settled
+    narrow = replace(settled.plan, dtype="bfloat16")
+    members = np.arange(2 * settled.plan.block)
+    try:
+        with seeded_generators(1):
+            scores = [scores_of(make(plan), candidates, batch, members) for plan in (settled.plan, narrow)]
+    except Exception as error:
+        if dtype == "auto":
+            return settled
+        raise BadInput(f"The model cannot be evaluated in bfloat16: {first_sentence(error)}.") from error
+    survives = correlation(*scores) >= SURVIVAL
+    return replace(settled, plan=narrow) if survives or dtype == "bfloat16" else settled
+
+
+def worth_narrowing(candidates: Candidates) -> bool:
+    return False
+
+
+def scores_of(
+    evaluator: Evaluator, candidates: Candidates, batch: Batch, members: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    generation = evaluator.generation(candidates, batch)
+    blocks = members.reshape(-1, evaluator.plan.block)
+    return np.concatenate([evaluator.score_block(generation, block) for block in blocks])
+
+
+def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+    """Of the ranks of two lists of scores."""
+    ranks = np.stack([np.argsort(np.argsort(goodness(scores, True), kind="stable")) for scores in (a, b)])
+    x, y = ranks - ranks.mean(1, keepdims=True)
+    return float((x @ y) / max(float(np.sqrt((x @ x) * (y @ y))), 1e-30)) if len(a) > 1 else 1.0
+
+
+@torch.no_grad()
+def agrees(
+    plan: Plan, plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArray[np.float32], member: int
+) -> bool:
+    """Whether a member's score is that of a plain copy of the module, as far as its rank could tell."""
+    want = float(plain.one_by_one(plain.generation(candidates, batch), member))
+    got, finite = float(scores[member]), scores[np.isfinite(scores)]
+    if not (np.isfinite(want) and np.isfinite(got)):
+        return bool(np.isfinite(want) == np.isfinite(got))
+    part = 0.05 if plan.dtype == "float32" else 1.0
+    room = part * float(finite.std()) + 1e-4 * abs(want)
+    return abs(got - want) <= room + count_of(np.array([want]), batch.size)
+
+
+def same(got: Any, want: Any) -> bool:
+    """Whether two outputs are equal but for rounding."""
+    pairs = list(zip(tensors_in(got), tensors_in(want), strict=True))
+    return all(a.shape == b.shape and a.dtype == b.dtype and near(a, b) for a, b in pairs)
+
+
+def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.is_floating_point():
+        odd = a != b
+    else:
+        a, b = a.double(), b.double()
+        size = b[b.isfinite()].square().mean().sqrt() if bool(b.isfinite().any()) else torch.tensor(1.0)
+        odd = ~torch.isclose(a, b, rtol=TOLERANCE, atol=float(TOLERANCE * size), equal_nan=True)
+    return not odd.numel() or float(odd.double().mean()) <= ODD
+
+
+def close(got: NDArray[np.float32], expected: NDArray[np.float32], batch_size: int) -> bool:
+    room = count_of(expected, batch_size)
+    return bool(np.allclose(got, expected, rtol=TOLERANCE, atol=1e-5 + room, equal_nan=True))
+
+
+def count_of(scores: NDArray[Any], batch_size: int) -> float:
+    """What a score that counts examples may move by where an output falls on the other side of a threshold."""
+    counts = batch_size > 8 and np.allclose(scores * batch_size, np.round(scores * batch_size), atol=1e-3)
+    return 1.01 / batch_size if counts else 0.0
+
+
+def first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text.split(". ")[0][:200].rstrip(".")

@@ -1,0 +1,21 @@
+"""Embeddings of a block of members: with noise of low rank only the rows that are looked up are perturbed."""
+
+import torch.nn.functional as F
+
+from germline.population.blend import blend_outer
+from germline.population.layer import Call, Outputs, each, one
+
+
+def embedding(call: Call) -> Outputs:
+    (x,) = call.inputs
+    index = call.layer.slots["weight"]
+    block, matrix = call.block, call.block.matrix(index)
+    if not (call.shared_input and call.separable("weight") and matrix is not None and call.module.max_norm is None):
+        return each(call)
+    where = x.reshape(-1)  # (n,)
+    centre = block.generation.centre(index)
+    product = block.generation.once(call.module, x, lambda: F.embedding(where, centre))  # (n, C)
+    a, b = block.factors(matrix, centre.dtype)  # (a, R, r), (a, C, r)
+    thin = a[:, where].permute(1, 0, 2).flatten(1)  # (n, a r)
+    out = blend_outer(product, thin, b, block.scales(index), block.where, None)
+    return one(out.view(block.size, *x.shape, product.shape[-1]))

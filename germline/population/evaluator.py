@@ -1,0 +1,273 @@
+"""Scores blocks of members of one module on one device, by one of four methods."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map
+
+from germline.genome import Genome
+from germline.noise import WORD, Field, Stream
+from germline.objective import Batch, Objective, seeded_generators, tensors_in
+from germline.population.block import Block, Generation, here
+from germline.population.twins import twinned, with_dropout
+from germline.strategies.base import Candidates
+
+Method = Literal["twins", "vmap", "loop", "alone"]
+METHODS: dict[Method, str] = {
+    "twins": "all members of a block at once",
+    "vmap": "all members of a block at once, with all their weights in memory",
+    "loop": "member by member",
+    "alone": "member by member, each on a new copy of the model with random generators of its own",
+}
+ALIGNED = 64  # bytes
+generators = threading.Lock()  # there is one set of global generators for all threads
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How members are evaluated: settled once for a run, never by timing, and part of its header."""
+
+    block: int  # members that are evaluated together
+    method: Method
+    vectorised: bool = True  # whether the score, too, is computed for all members at once
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; float32 stands for the module's own types
+    dropout: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Scores blocks of members of one module on one device."""
+
+    module: nn.Module  # a copy in evaluation mode; see ``prepared``
+    genome: Genome
+    objective: Objective
+    device: torch.device
+    plan: Plan
+    own: threading.local  # what the code of a module writes to itself stays with the thread
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, genome: Genome, objective: Objective, device: torch.device, plan: Plan
+    ) -> "Evaluator":
+        copied = prepared(module).to(device)
+        if plan.dtype == "bfloat16":
+            copied = copied.to(torch.bfloat16)
+        if plan.method == "twins":
+            copied = twinned(copied, genome)
+        if plan.dropout:
+            copied = with_dropout(copied)
+        return cls(copied, genome, objective, device, plan, threading.local())
+
+    def blocks(self, population: int) -> list[NDArray[np.int64]]:
+        """The members of each block; the last one is padded with its own last member."""
+        members = np.arange(-(-population // self.plan.block) * self.plan.block)
+        return list(np.minimum(members, population - 1).reshape(-1, self.plan.block))
+
+    def generation(self, candidates: Candidates, batch: Batch | None) -> Generation:
+        """What all blocks of a generation share."""
+        dtype = torch.bfloat16 if self.plan.dtype == "bfloat16" else None
+        if batch is not None:
+            args, kwargs = tree_map(lambda x: made_ready(x, dtype), (batch.args, batch.kwargs))
+            batch = Batch(args, kwargs, batch.target, batch.size)
+        return Generation(candidates, batch, self.genome, dtype)
+
+    def score_block(self, generation: Generation, members: NDArray[np.int64]) -> NDArray[np.float32]:
+        batch = generation.batch
+        with torch.no_grad(), unchanged(batch):
+            if self.plan.method in ("loop", "alone") or batch is None:
+                scores = [self.one_by_one(generation, member) for member in members]
+            else:
+                outputs = self.outputs(generation, members)
+                if self.plan.vectorised:
+                    score = vmap(lambda output: self.objective.function(output, batch.target))
+                    return torch.as_tensor(score(outputs)).reshape(len(members)).float().cpu().numpy()
+                scores = [self.objective.function(row_of(outputs, i), batch.target) for i in range(len(members))]
+            return torch.stack([as_scalar(score, self.device) for score in scores]).cpu().numpy()
+
+    def outputs(self, generation: Generation, members: NDArray[np.int64]) -> Any:
+        """What the module makes of the batch for each of the members: tensors with the members first."""
+        batch, module = generation.batch, self.mine()
+        assert batch is not None
+        if self.plan.method not in ("twins", "vmap"):
+            outputs = [self.one_by_one(generation, member, scored=False) for member in members]
+            return tree_map(lambda *rows: torch.stack(rows), *outputs)
+        buffers = self.buffers()
+        with evaluating(Block(generation, members)) as block:
+
+            def forward(number: torch.Tensor, named: dict[str, torch.Tensor]) -> Any:
+                block.number = number
+                if not named and not buffers:
+                    return module(*batch.args, **batch.kwargs)
+                return functional_call(module, named | buffers, batch.args, batch.kwargs)
+
+            # a tied parameter goes by its first name alone: functional_call knows the others
+            slots = enumerate(self.genome.slots) if self.plan.method == "vmap" else ()
+            named = {slot.name: block.weights(index) for index, slot in slots}
+            return widened(vmap(forward)(torch.arange(block.size), named))
+
+    def one_by_one(self, generation: Generation, member: int, *, scored: bool = True) -> Any:
+        """The score, or the output, of one member, on a plain module with its weights."""
+        alone = self.plan.method == "alone"
+        batch = generation.batch.copied() if alone and generation.batch is not None else generation.batch
+        module = copy.deepcopy(self.module) if alone else self.mine()
+        with evaluating(Block(generation, np.array([member]), member=0)), own_generators(generation, alone):
+            weights = generation.candidates.weights(np.array([member]), 0, self.genome.size)[0]
+            self.genome.write(weights, module)
+            for name, buffer in module.named_buffers():
+                buffer.copy_(self.module.get_buffer(name))
+            if batch is None or self.objective.of_model:
+                return self.objective.function(module)
+            output = widened(module(*batch.args, **batch.kwargs))
+            return self.objective.function(output, batch.target) if scored else output
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies, so that what a module writes to its buffers is gone before the next block."""
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+
+    def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
+        """The score of the centre on a batch, and its gradient by backprop."""
+        module = self.mine()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(module, self.genome.views(centre) | self.buffers(), args, kwargs)
+
+        with torch.enable_grad():
+            centre = theta.detach().clone().requires_grad_(True)
+            score = self.objective.score(forward, batch)
+            (gradient,) = torch.autograd.grad(score, centre)
+        return score.detach().float().cpu().numpy().reshape(1), gradient
+
+    def mine(self) -> nn.Module:
+        if not hasattr(self.own, "module"):
+            self.own.module = copy.deepcopy(self.module)
+        module: nn.Module = self.own.module
+        return module
+
+
+@contextmanager
+def evaluating(block: Block) -> Iterator[Block]:
+    here.block = block
+    try:
+        yield block
+    finally:
+        here.block = None
+
+
+@contextmanager
+def own_generators(generation: Generation, wanted: bool) -> Iterator[None]:
+    """Global generators at a function of seed and generation: every member draws the same numbers."""
+    if not wanted:
+        yield
+        return
+    field, number = generation.candidates.field, generation.candidates.generation
+    seed = int(Field(field.seed).below(WORD, 1, number, Stream.DROPOUT, member=WORD - 1)[0])
+    with generators, seeded_generators(seed):
+        yield
+
+
+def made_ready(value: Any, dtype: torch.dtype | None) -> Any:
+    """An input in the type of the arithmetic, at an aligned address, on which the last bits of a product depend."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)
+    return value.clone() if value.data_ptr() % ALIGNED else value
+
+
+def widened(outputs: Any) -> Any:
+    """Outputs in 16 bits as float32: a loss is computed in full."""
+    return tree_map(
+        lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x,
+        outputs,
+    )
+
+
+@contextmanager
+def unchanged(batch: Batch | None) -> Iterator[None]:
+    """Notices code that changes its own input, which is everybody's."""
+    before = versions(batch)
+    yield
+    if versions(batch) != before:
+        raise RuntimeError("It changes its input, or the target, in place")
+
+
+def versions(batch: Batch | None) -> list[int]:
+    return [] if batch is None else [x._version for x in tensors_in([batch.args, batch.kwargs, batch.target])]
+
+
+def row_of(outputs: Any, i: int) -> Any:
+    return tree_map(lambda tensor: tensor[i], outputs)
+
+
+def as_scalar(score: Any, device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(score, dtype=torch.float32, device=device).detach().reshape(())
+
+
+def prepared(module: nn.Module) -> nn.Module:
+    """A copy that computes without side effects: dropout off, batch norm by the statistics of its own batch."""
+    module = copy.deepcopy(module).eval()
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.track_running_stats = False
+            part.running_mean = part.running_var = None
+    return module
+
+
+@torch.no_grad()
+def refresh_statistics(module: nn.Module, batches: Iterator[Batch]) -> None:
+    """Re-estimates the running statistics of batch norm for the weights that the module now has."""
+    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    norms = [part for part in norms if part.track_running_stats]
+    if not norms:
+        return
+    before = [(part, part.momentum, part.training) for part in norms]
+    for part in norms:
+        part.reset_running_stats()
+        part.momentum = None  # a plain average
+        part.train()
+    for batch in batches:
+        module(*batch.args, **batch.kwargs)
+    for part, momentum, training in before:
+        part.momentum = momentum
+        part.train(training)
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """No TF32, no kernels chosen by timing and no other code for attention, while members are evaluated.
+
+    These are settings of the whole process: around all blocks, not around each.
+    """
+    flags: list[tuple[Any, str]] = []
+    if torch.cuda.is_available():
+        flags = [
+            (torch.backends.cuda.matmul, "allow_tf32"),
+            (torch.backends.cudnn, "allow_tf32"),
+            (torch.backends.cudnn, "benchmark"),
+        ]
+    before = [getattr(owner, name) for owner, name in flags]
+    attention = torch.backends.mha.get_fastpath_enabled()
+    vmap_warns: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", lambda on: None)
+    try:
+        for owner, name in flags:
+            setattr(owner, name, False)
+        torch.backends.mha.set_fastpath_enabled(False)
+        # where vmap has no rule it loops: the check judges whether rightly, and there is nobody to warn
+        vmap_warns(False)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap has rules for this one
+            yield
+    finally:
+        vmap_warns(True)
+        torch.backends.mha.set_fastpath_enabled(attention)
+        for (owner, name), value in zip(flags, before, strict=True):
+            setattr(owner, name, value)

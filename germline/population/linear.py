@@ -1,0 +1,50 @@
+"""Linear layers of a block of members.
+
+Where all members see one input, x, as they do in a network's first layer, the product with the centre is made once for
+the whole generation, and what is left for a member is its noise:
+
+    x (W + s_i A B^T)^T = x W^T + s_i (x B) A^T         of low rank: two thin products
+    x (W + s_i E)^T     = x W^T + s_i x E^T             dense: one product for the two members that share E
+
+Elsewhere the weights are perturbed and multiplied.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from germline.population.blend import blend, blend_outer
+from germline.population.layer import Call, Outputs, one
+
+
+def linear(call: Call) -> Outputs:
+    (x,) = call.inputs
+    if call.shared_input and call.separable("weight"):
+        return one(shared(call, x))
+    weight = call.weights("weight")
+    assert weight is not None
+    return one(
+        batched_linear(x if call.batched[0] else x.expand(call.block.size, *x.shape), weight, call.weights("bias"))
+    )
+
+
+def batched_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A linear layer for each member: x is (m, ..., C), weight (m, R, C), bias (m, R)."""
+    rows = x.reshape(len(x), -1, x.shape[-1])  # (m, n, C)
+    across = weight.transpose(1, 2)  # (m, C, R)
+    product = torch.bmm(rows, across) if bias is None else torch.baddbmm(bias[:, None, :], rows, across)
+    return product.view(*x.shape[:-1], product.shape[-1])
+
+
+def shared(call: Call, x: torch.Tensor) -> torch.Tensor:
+    block, index = call.block, call.layer.slots["weight"]
+    rows = x.reshape(-1, x.shape[-1])  # (n, C)
+    centre = block.generation.centre(index)
+    product = block.generation.once(call.module, x, lambda: F.linear(rows, centre))  # (n, R)
+    bias, matrix, scales = call.weights("bias"), block.matrix(index), block.scales(index)
+    if matrix is not None:
+        a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
+        thin = F.linear(rows, b.transpose(1, 2).flatten(0, 1))  # (n, a r)
+        out = blend_outer(product, thin, a, scales, block.where, bias)
+    else:
+        out = blend(product, lambda j: F.linear(rows, block.noise_at(index, j, x.dtype)), scales, block.where, bias)
+    return out.view(block.size, *x.shape[:-1], product.shape[-1])

@@ -1,0 +1,52 @@
+"""How many members are evaluated together: the one place that decides it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from germline.genome import Genome
+from germline.objective import Batch, seeded_generators, tensors_in
+
+BLOCK_BYTES = 48 << 20  # of a block: what stays near the processor, not what the machine could hold
+LARGEST_BLOCK = 32
+LIVE = 4  # tensors of the largest size that are alive at once: a layer's input, its output, and what is between
+
+
+def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None) -> int:
+    """A function of the problem alone, never of the machine.
+
+    As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding.
+    """
+    one = 4 * (genome.size + LIVE * widest(module, batch))
+    largest = max(1, min(LARGEST_BLOCK, BLOCK_BYTES // one))
+    size = -(-population // -(-population // largest))
+    return size + size % 2 if size < largest else max(1, size - size % 2)
+
+
+@torch.no_grad()
+def widest(module: nn.Module, batch: Batch | None) -> int:
+    """The elements of the largest tensor that is made while the module works on a batch."""
+    if batch is None:
+        return 0
+    batch = batch.copied()
+    with seeded_generators(0), Watch(module) as watch:
+        module(*batch.args, **batch.kwargs)
+    return watch.largest
+
+
+class Watch(TorchDispatchMode):
+    """Sees every tensor that is made, but for those that are weights in another shape."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(made):
+            if tensor.untyped_storage().data_ptr() not in self.weights:
+                self.largest = max(self.largest, tensor.numel())
+        return made
