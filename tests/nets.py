@@ -1,7 +1,6 @@
 """Networks that people train, and modules whose code gets in the way of evaluating many members at once."""
 
 import random
-import warnings
 from typing import Any
 
 import torch
@@ -177,12 +176,13 @@ class Hostile(nn.Module):
 
 class LooksAtTheBatchSize(Hostile):
     def hidden(self, x: Tensor) -> Tensor:
-        return self.layer(x) * x.shape[0] / len(x) + torch.zeros(x.shape[0], 6).add(float(x.size(0) == 16))
+        h: Tensor = self.layer(x)
+        return h * x.shape[0] / len(x) + torch.zeros(x.shape[0], 6).add(float(x.size(0) == 16))
 
 
 class MixesRows(Hostile):
     def hidden(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
+        h: Tensor = self.layer(x)
         return (h - h.mean(0)) / h.std(0) + h.roll(1, 0).cumsum(0)
 
 
@@ -242,7 +242,9 @@ class KeepsReferences(Hostile):
 
 class ReadsTheDictionary(Hostile):
     def hidden(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.layer._parameters["weight"])
+        weight = self.layer._parameters["weight"]
+        assert weight is not None
+        return F.linear(x, weight)
 
 
 class CountsItsCalls(Hostile):
@@ -335,17 +337,6 @@ class HasAParametrisation(Hostile):
         return h
 
 
-class IsScripted(Hostile):
-    def made(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated, but people have such modules
-            self.layer = torch.jit.trace(nn.Linear(6, 6), torch.randn(16, 6))  # type: ignore[no-untyped-call]
-
-    def hidden(self, x: Tensor) -> Tensor:
-        h: Tensor = self.layer(x)
-        return h
-
-
 class HasAFrozenLayer(Hostile):
     def made(self) -> None:
         self.layer.weight.requires_grad_(False)
@@ -391,7 +382,6 @@ HOSTILE: dict[type[Hostile], set[str]] = {  # how each may be evaluated; nothing
     OverridesALayer: {"twins"},
     HasHooks: {"twins"},
     HasAParametrisation: {"twins"},
-    IsScripted: {"loop", "vmap"},
     HasAFrozenLayer: {"twins"},
     HasAnUnusedLayer: {"twins"},
     ThresholdsHard: {"twins"},

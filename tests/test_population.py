@@ -1,6 +1,7 @@
-"""Scores of members against plain copies of the module with the members' weights."""
+"""Scores of members against plain copies of the module, and their bits whoever computes them."""
 
 import copy
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -10,71 +11,68 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from germline.core import Core
+from germline.errors import BadInput
 from germline.fleet import Local
 from germline.fleet.local import one_thread_each
 from germline.genome import Genome
-from germline.noise import low_rank
 from germline.objective import Batch, Objective, accuracy
-from germline.population import Evaluator, Method, block_size, choose_method, prepared, refresh_statistics
+from germline.population import (
+    Evaluator,
+    Plan,
+    block_size,
+    exact_arithmetic,
+    in_type,
+    prepared,
+    refresh_statistics,
+    settle,
+)
 from germline.strategies import Candidates, OpenAIES
+from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, inputs_of
 
 P, SIGMA = 22, 0.3
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
-class Branching(nn.Module):
-    """Looks at its data, which vmap cannot do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        return out if out.sum() > 0 else -out
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
 
 
-def tied() -> nn.Module:
-    module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
-    module[2].weight = module[0].weight
-    return module
+def mean_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.flatten(1) - 0.1).abs().mean()
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), "vmap"),
+MODULES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[..., Any]]] = {
+    "mlp": (mlp, (16, 6), F.cross_entropy),
     "batch norm and dropout": (
         lambda: nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.5), nn.Linear(9, 3)),
-        "vmap",
+        (16, 6),
+        F.cross_entropy,
     ),
-    "convolution": (
-        lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)),
-        "vmap",
-    ),
-    "tied": (tied, "vmap"),
-    "branching": (Branching, "loop"),
+    "LeNet": (LeNet, (16, 1, 28, 28), mean_of),
+    "forecaster": (Forecaster, (16, 9, 1), mean_of),
+    "transformer": (Transformer, "tokens", mean_of),
+    "residual block": (ResidualBlock, (16, 3, 8, 8), mean_of),
 }
-every_module = pytest.mark.parametrize(("build", "method"), MODULES.values(), ids=list(MODULES))
+every_module = pytest.mark.parametrize("name", MODULES)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def setting(
-    build: Callable[[], nn.Module],
-    function: Callable[..., Any] = F.cross_entropy,
-    device: str = "cpu",
-    rank: int | None = None,
-) -> tuple[nn.Module, Callable[[Method, int], Evaluator], Candidates, Batch]:
+    name: str, function: Callable[..., Any] | None = None, device: str = "cpu", rank: int | None = None
+) -> tuple[nn.Module, Callable[[Plan], Evaluator], Candidates, Batch]:
+    build, shape, usual = MODULES[name]
     torch.manual_seed(0)
-    module, x, y = build(), torch.randn(16, 6), torch.randint(0, 3, (16,))
+    module, (x,), y = build(), inputs_of((shape,)), torch.randint(0, 3, (16,))
     genome = Genome.of(module)
     field = OpenAIES(population=P, rank=rank).field(1, genome)
-    assert field.matrices == low_rank(genome.shapes, rank)
     candidates = Candidates(field, 4, genome.read(module, device), SIGMA)
-    objective = Objective(function, maximize=function is not F.cross_entropy)
+    objective = Objective(function or usual)
 
-    def evaluator(method: Method, block: int = 8) -> Evaluator:
-        return Evaluator.of(module, genome, objective, torch.device(device), block, method)
+    def make(plan: Plan) -> Evaluator:
+        return Evaluator.of(module, genome, objective, torch.device(device), plan)
 
-    return module, evaluator, candidates, Batch.of((x, y), device)
+    return module, make, candidates, Batch.of((x, y), device)
 
 
 def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, function: Callable[..., Any]) -> list[float]:
@@ -82,7 +80,7 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
     for member in range(P):
         one = copy.deepcopy(module).to(candidates.centre.device).eval()
         for part in one.modules():
-            if isinstance(part, nn.BatchNorm1d):
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 part.train()  # the statistics of its own batch
         genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
         with torch.no_grad():
@@ -93,34 +91,61 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
 @on_every_device
 @every_module
 @pytest.mark.parametrize("rank", [None, 1])
-def test_scores_are_those_of_plain_copies(build: Any, method: str, rank: int | None, device: str) -> None:
-    module, evaluator, candidates, batch = setting(build, device=device, rank=rank)
+def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: str) -> None:
+    module, make, candidates, batch = setting(name, device=device, rank=rank)
     before = copy.deepcopy(module.state_dict())
-    chosen = choose_method(lambda m: evaluator(m, 8), candidates, batch)
-    assert chosen == method
-    scores = Local(device).evaluate(evaluator(chosen, 8), candidates, P, batch)
+    with one_thread_each(), exact_arithmetic():
+        settled = settle(make, 8, candidates, batch)
+    assert settled.plan == Plan(8, "twins")
+    assert settled.reason is None
+    scores = Local(device).evaluate(make(settled.plan), candidates, P, batch)
     assert scores.dtype == np.float32
-    assert np.allclose(scores, plain_scores(module, candidates, batch, F.cross_entropy), rtol=1e-4)
+    assert np.allclose(scores, plain_scores(module, candidates, batch, MODULES[name][2]), rtol=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module.training
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("rank", [None, 1])
 @every_module
-def test_workers_and_threads_do_not_change_a_bit(build: Any, method: Method, workers: int) -> None:
-    _, evaluator, candidates, batch = setting(build)
-    with one_thread_each():
-        blocks = reversed(evaluator(method, 8).blocks(P))  # in another order, each by an evaluator of its own
-        scored = [evaluator(method, 8).score_block(candidates, block, batch) for block in blocks]
-        alone = np.concatenate(scored[::-1])[:P]
+def test_threads_do_not_change_a_bit(name: str, rank: int | None) -> None:
+    _, make, candidates, batch = setting(name, rank=rank)
+    plan, scores = Plan(8, "twins"), []
     before = torch.get_num_threads()
-    try:
+    for workers in (1, 2, 3):
         torch.set_num_threads(workers)
-        scores = Local("cpu", workers).evaluate(evaluator(method, 8), candidates, P, batch)
-        assert torch.get_num_threads() == workers
-    finally:
-        torch.set_num_threads(before)
-    assert scores.tobytes() == alone.tobytes()
+        try:
+            scores.append(Local("cpu", workers).evaluate(make(plan), candidates, P, batch))
+            assert torch.get_num_threads() == workers
+        finally:
+            torch.set_num_threads(before)
+    assert scores[0].tobytes() == scores[1].tobytes() == scores[2].tobytes()
+
+
+def score_blocks(name: str, rank: int | None, numbers: list[int]) -> dict[int, bytes]:
+    """Some blocks, in the order given, in a process that does nothing else."""
+    torch.set_num_threads(1)
+    _, make, candidates, batch = setting(name, rank=rank)
+    evaluator = make(Plan(8, "twins"))
+    blocks = evaluator.blocks(P)
+    with exact_arithmetic():
+        generation = evaluator.generation(candidates, batch)
+        return {i: evaluator.score_block(generation, blocks[i]).tobytes() for i in numbers}
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_processes_do_not_change_a_bit(rank: int | None) -> None:
+    """Blocks dealt to 1, 2 and 3 processes, in any order."""
+    deals = [[[0, 1, 2]], [[2, 0], [1]], [[1], [2], [0]]]
+    names = list(MODULES)
+    work = [(name, rank, numbers) for name in names for deal in deals for numbers in deal]
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        answers = pool.starmap(score_blocks, work, chunksize=1)
+    for name in names:
+        found: dict[int, set[bytes]] = {0: set(), 1: set(), 2: set()}
+        for (asked, _, _), answer in zip(work, answers, strict=True):
+            for i, scores in answer.items() if asked == name else ():
+                found[i].add(scores)
+        assert [len(scores) for scores in found.values()] == [1, 1, 1], name
 
 
 def python_score(output: torch.Tensor, target: torch.Tensor) -> float:
@@ -128,12 +153,12 @@ def python_score(output: torch.Tensor, target: torch.Tensor) -> float:
     return float((output.argmax(1) == target).float().mean().item())
 
 
-@pytest.mark.parametrize(("function", "method"), [(accuracy, "vmap"), (python_score, "outputs")])
-def test_scores_without_a_gradient(function: Callable[..., Any], method: str) -> None:
-    module, evaluator, candidates, batch = setting(MODULES["mlp"][0], function)
-    chosen = choose_method(lambda m: evaluator(m, 8), candidates, batch)
-    assert chosen == method
-    scores = Local("cpu").evaluate(evaluator(chosen, 8), candidates, P, batch)
+@pytest.mark.parametrize(("function", "vectorised"), [(accuracy, True), (python_score, False)])
+def test_scores_without_a_gradient(function: Callable[..., Any], vectorised: bool) -> None:
+    module, make, candidates, batch = setting("mlp", function)
+    settled = settle(make, 8, candidates, batch)
+    assert settled.plan == Plan(8, "twins", vectorised)
+    scores = Local("cpu").evaluate(make(settled.plan), candidates, P, batch)
     assert np.allclose(scores, plain_scores(module, candidates, batch, function), atol=1e-6)
 
 
@@ -142,7 +167,7 @@ def test_an_objective_of_the_model() -> None:
     genome = Genome.of(module)
     candidates = Candidates(OpenAIES().field(1, genome), 0, genome.read(module), SIGMA)
     objective = Objective(lambda model: model.weight.sum().item(), of_model=True)
-    evaluator = Evaluator.of(module, genome, objective, torch.device("cpu"), 4, "loop")
+    evaluator = Evaluator.of(module, genome, objective, torch.device("cpu"), Plan(4, "loop", vectorised=False))
     scores = Local("cpu", 2).evaluate(evaluator, candidates, 10, None)
     weights = candidates.weights(np.arange(10), 0, genome.size)[:, :8].sum(1)
     assert np.allclose(scores, weights.numpy(), atol=1e-5)
@@ -150,14 +175,75 @@ def test_an_objective_of_the_model() -> None:
 
 @on_every_device
 def test_the_gradient_is_that_of_backprop(device: str) -> None:
-    module, evaluator, candidates, batch = setting(MODULES["mlp"][0], device=device)
-    score, gradient = Local(device).gradient(evaluator("loop", 1), candidates.centre, batch)
+    module, make, candidates, batch = setting("mlp", device=device)
+    score, gradient = Local(device).gradient(make(Plan(1, "loop")), candidates.centre, batch)
     module.to(device)
     loss = F.cross_entropy(module(*batch.args), batch.target)
     loss.backward()  # type: ignore[no-untyped-call]
     expected = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
     assert score.item() == pytest.approx(loss.item(), rel=1e-6)
     assert torch.allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_the_shared_product_is_made_once_for_a_generation() -> None:
+    module, make, candidates, batch = setting("mlp", rank=1)
+    evaluator = make(Plan(8, "twins"))
+    generation = evaluator.generation(candidates, batch)
+    for block in evaluator.blocks(P):
+        evaluator.score_block(generation, block)
+    ((product, x),) = generation.products.values()
+    layer = module.get_submodule("0")
+    assert x.data_ptr() == batch.args[0].data_ptr()
+    assert torch.allclose(product, F.linear(batch.args[0], layer.get_parameter("weight")), atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["twins", "vmap", "loop", "alone"])
+def test_dropout_is_a_function_of_the_address(method: Any) -> None:
+    _, make, candidates, batch = setting("batch norm and dropout")
+    off = Local("cpu").evaluate(make(Plan(8, method)), candidates, P, batch)
+    plan = Plan(8, method, dropout=True)
+    on = [Local("cpu", workers).evaluate(make(plan), candidates, P, batch) for workers in (1, 2)]
+    assert on[0].tobytes() == on[1].tobytes()
+    assert not np.allclose(on[0], off, rtol=1e-3)
+    twins = Local("cpu").evaluate(make(Plan(8, "twins", dropout=True)), candidates, P, batch)
+    assert np.allclose(on[0], twins, rtol=1e-4)  # the same masks by every path
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(nn.Dropout, (32, 400)), (nn.Dropout2d, (40, 40, 5, 5))])
+def test_dropout_keeps_its_part_and_its_mean(kind: Any, shape: tuple[int, ...]) -> None:
+    """Beside a scale that is trained, since something must be."""
+    module = nn.Sequential(kind(0.25), nn.PReLU())
+    genome = Genome.of(module)
+    candidates = Candidates(OpenAIES().field(1, genome), 0, genome.read(module), SIGMA)
+    evaluator = Evaluator.of(module, genome, Objective(mean_of), torch.device("cpu"), Plan(4, "twins", dropout=True))
+    batch = Batch((torch.ones(shape),), {}, torch.zeros(()), shape[0])
+    outputs = evaluator.outputs(evaluator.generation(candidates, batch), np.arange(4))
+    dropped = (outputs == 0).flatten(1).float().mean(1)
+    assert torch.allclose(dropped, torch.full((4,), 0.25), atol=0.05)
+    assert torch.equal(outputs.unique(), torch.tensor([0.0, 1 / 0.75]))
+    assert not torch.equal(outputs[0], outputs[1])  # each member has a mask of its own
+    if kind is nn.Dropout2d:
+        assert torch.equal(outputs.flatten(3).amin(3), outputs.flatten(3).amax(3))  # whole channels
+
+
+def test_bfloat16_is_taken_where_ranks_survive_it() -> None:
+    _, make, candidates, batch = setting("LeNet")
+    settled = settle(make, 8, candidates, batch)
+    asked = in_type(make, settled, "bfloat16", candidates, batch)
+    assert asked.plan == Plan(8, "twins", dtype="bfloat16")
+    assert in_type(make, settled, "float32", candidates, batch) == settled
+    scores = [Local("cpu").evaluate(make(plan), candidates, P, batch) for plan in (settled.plan, asked.plan)]
+    assert np.corrcoef(scores[0], scores[1])[0, 1] > 0.99
+    assert not np.array_equal(scores[0], scores[1])
+    # a sigma that 8 bits cannot show: the scores differ by rounding alone
+    tiny = Candidates(candidates.field, 4, candidates.centre, 1e-6)
+    assert in_type(make, settled, "auto", tiny, batch) == settled
+
+
+def test_bfloat16_for_what_cannot_be_done_at_once() -> None:
+    core = Core(nn.Linear(2, 1), OpenAIES(), Objective(lambda m: 0.0, of_model=True), Local("cpu"), 0, None, "bfloat16")
+    with pytest.raises(BadInput, match="no bfloat16 for a model that is evaluated member by member"):
+        core.prepare(None)
 
 
 def test_running_statistics_are_re_estimated() -> None:
@@ -174,6 +260,10 @@ def test_running_statistics_are_re_estimated() -> None:
 
 
 def test_the_block_is_a_function_of_the_problem() -> None:
-    small, large = Genome.of(nn.Linear(9, 9)), Genome.of(nn.Linear(2000, 2000))
-    assert [block_size(p, small) for p in (256, 10, 66, 33)] == [32, 10, 22, 17]  # equal blocks, little padding
-    assert block_size(256, large) == 1
+    def size(population: int, module: nn.Module, *shape: int) -> int:
+        return block_size(population, Genome.of(module), module, Batch.of((torch.zeros(shape), torch.zeros(1))))
+
+    small, large = nn.Linear(9, 9), nn.Linear(5000, 2000)
+    assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [32, 10, 22, 18]  # equal, whole pairs, little padding
+    assert size(256, large, 4, 5000) == 2  # of its weights: 40 MB
+    assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 6  # of what it makes of a batch: 2 MB at a time

@@ -20,9 +20,9 @@ def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch 
     As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding.
     """
     one = 4 * (genome.size + LIVE * widest(module, batch))
-    largest = max(1, min(LARGEST_BLOCK, BLOCK_BYTES // one))
-    size = -(-population // -(-population // largest))
-    return size + size % 2 if size < largest else max(1, size - size % 2)
+    pairs = max(1, min(LARGEST_BLOCK, BLOCK_BYTES // one) // 2)
+    blocks = -(-population // (2 * pairs))
+    return 2 * -(-population // (2 * blocks))
 
 
 @torch.no_grad()
@@ -33,14 +33,14 @@ def widest(module: nn.Module, batch: Batch | None) -> int:
     batch = batch.copied()
     with seeded_generators(0), Watch(module) as watch:
         module(*batch.args, **batch.kwargs)
-    return watch.largest
+    return int(watch.largest)
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every tensor that is made, but for those that are weights in another shape."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         self.largest = 0
 

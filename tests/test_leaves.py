@@ -1,0 +1,173 @@
+"""Every layer, and whole networks: each member's output is that of a plain copy of the module with its weights."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from germline.fleet.local import one_thread_each
+from germline.genome import Genome
+from germline.noise import low_rank
+from germline.objective import Batch, Objective, tensors_in
+from germline.population import Evaluator, Plan, exact_arithmetic
+from germline.strategies import Candidates, OpenAIES
+from tests.nets import NETS, inputs_of
+
+BLOCK, SIGMA = 6, 0.2
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+Shapes = tuple[Any, ...]
+
+LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
+    "linear": (lambda: nn.Linear(6, 9), ((5, 6),)),
+    "linear, no bias": (lambda: nn.Linear(6, 9, bias=False), ((5, 6),)),
+    "linear, of a vector": (lambda: nn.Linear(6, 9), ((6,),)),
+    "linear, of sequences": (lambda: nn.Linear(6, 9), ((5, 3, 6),)),
+    "linear, frozen weight": (lambda: frozen(nn.Linear(6, 9), "weight"), ((5, 6),)),
+    "linear, frozen bias": (lambda: frozen(nn.Linear(6, 9), "bias"), ((5, 6),)),
+    "two linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)), ((5, 6),)),
+    "double precision": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double(), ((5, 6),)),
+    "conv1d": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, dilation=2), ((5, 3, 11),)),
+    "conv2d, same": (lambda: nn.Conv2d(3, 4, 3, padding="same"), ((5, 3, 7, 8),)),
+    "conv2d, groups": (lambda: nn.Conv2d(4, 8, 3, groups=2), ((5, 4, 7, 8),)),
+    "conv2d, depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), ((5, 4, 7, 8),)),
+    "conv2d, one image": (lambda: nn.Conv2d(3, 4, 3), ((3, 7, 8),)),
+    "conv2d, circular": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), ((5, 3, 7, 8),)),
+    "conv2d, reflect": (lambda: nn.Conv2d(3, 4, (3, 2), padding=1, padding_mode="reflect"), ((5, 3, 7, 8),)),
+    "conv2d, replicate": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate"), ((5, 3, 7, 8),)),
+    "two conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3)), ((5, 3, 7, 8),)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), ((4, 2, 3, 4, 5),)),
+    "transposed conv1d": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, dilation=2), ((5, 4, 9),)),
+    "transposed conv2d": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1, output_padding=1), nn.Conv2d(4, 2, 3)),
+        ((5, 3, 5, 6),),
+    ),
+    "embedding": (lambda: nn.Embedding(40, 7, padding_idx=3), ("tokens",)),
+    "embedding, then linear": (lambda: nn.Sequential(nn.Embedding(40, 7), nn.Linear(7, 3)), ("tokens",)),
+    "embedding bag": (lambda: nn.EmbeddingBag(40, 7), ("tokens",)),
+    "lstm": (lambda: nn.LSTM(4, 6), ((7, 5, 4),)),
+    "lstm, two layers, both ways": (
+        lambda: nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True),
+        ((5, 7, 4),),
+    ),
+    "lstm, no bias, of one sequence": (lambda: nn.LSTM(4, 6, bias=False), ((7, 4),)),
+    "lstm after linear": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 6)), ((7, 5, 4),)),
+    "gru": (lambda: nn.GRU(4, 6, 2, bidirectional=True), ((7, 5, 4),)),
+    "rnn": (lambda: nn.RNN(4, 6, nonlinearity="relu", batch_first=True), ((5, 7, 4),)),
+    "lstm cell": (lambda: nn.LSTMCell(4, 6), ((5, 4),)),
+    "gru cell": (lambda: nn.GRUCell(4, 6), ((5, 4), (5, 6))),
+    "rnn cell": (lambda: nn.RNNCell(4, 6, bias=False), ((4,),)),
+    "batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4)), ((5, 6),)),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4), nn.LayerNorm(4)), ((5, 6),)),
+    "group norm": (
+        lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)),
+        ((5, 4, 7, 8),),
+    ),
+    "rms norm": (lambda: nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 4), nn.RMSNorm(4)), ((5, 6),)),
+    "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True), ((5, 3, 7, 8),)),
+    "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), ((5, 3, 8), (5, 4, 8), (5, 4, 8))),
+    "attention, other widths": (
+        lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=5, add_bias_kv=True),
+        ((3, 5, 8), (4, 5, 6), (4, 5, 5)),
+    ),
+    "transformer decoder": (
+        lambda: nn.TransformerDecoderLayer(8, 2, 16, batch_first=True),
+        ((5, 3, 8), (5, 4, 8)),
+    ),
+    "prelu": (lambda: nn.Sequential(nn.Linear(6, 4), nn.PReLU(4)), ((5, 6),)),
+    "bilinear": (lambda: nn.Bilinear(6, 5, 4), ((5, 6), (5, 5))),
+    **{name: (build, shapes) for name, (build, shapes) in NETS.items()},
+}
+every_leaf = pytest.mark.parametrize(("build", "shapes"), LEAVES.values(), ids=list(LEAVES))
+
+
+def frozen(module: nn.Module, name: str) -> nn.Module:
+    module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def setting(
+    build: Callable[[], nn.Module], shapes: Shapes, rank: int | None, device: str, *, mirrored: bool = True
+) -> tuple[nn.Module, Genome, Candidates, Batch]:
+    torch.manual_seed(0)
+    module = build()
+    genome = Genome.of(module)
+    inputs = tuple(x.to(genome.dtype) if x.is_floating_point() else x for x in inputs_of(shapes))
+    field = OpenAIES(population=4 * BLOCK, rank=rank, mirrored=mirrored).field(1, genome)
+    assert field.matrices == low_rank(genome.shapes, rank)
+    batch = Batch(inputs, {}, torch.zeros(()), len(inputs[0])).to(torch.device(device))
+    return module, genome, Candidates(field, 4, genome.read(module, device), SIGMA), batch
+
+
+def plain_output(module: nn.Module, candidates: Candidates, batch: Batch, member: int) -> list[torch.Tensor]:
+    genome, one = Genome.of(module), copy.deepcopy(module).to(candidates.centre.device).eval()
+    for part in one.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.train()  # the statistics of its own batch
+    genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
+    with torch.no_grad(), one_thread_each():
+        return list(tensors_in(one(*batch.args)))
+
+
+def compare(
+    module: nn.Module, genome: Genome, candidates: Candidates, batch: Batch, plan: Plan, tolerance: float
+) -> None:
+    evaluator = Evaluator.of(module, genome, Objective(lambda output, target: target), batch.args[0].device, plan)
+    members = np.array([3, 4, 5, 9, 9, 2])  # pairs, halves of pairs, one twice
+    with torch.no_grad(), one_thread_each(), exact_arithmetic():
+        outputs = list(tensors_in(evaluator.outputs(evaluator.generation(candidates, batch), members)))
+    for i, member in enumerate(members):
+        for output, expected in zip(outputs, plain_output(module, candidates, batch, int(member)), strict=True):
+            size = float(expected.square().mean().sqrt())
+            error = float((output[i] - expected).abs().max()) / size
+            assert output[i].shape == expected.shape
+            assert error < tolerance, f"member {member}: {error:.2g}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank", [None, 1, 2])
+@every_leaf
+def test_outputs_are_those_of_plain_copies(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
+    module, genome, candidates, batch = setting(build, shapes, rank, device)
+    before = copy.deepcopy(module.state_dict())
+    tolerance = 1e-12 if genome.dtype == torch.float64 else 2e-5
+    compare(module, genome, candidates, batch, Plan(BLOCK, "twins"), tolerance)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.training
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize(("build", "shapes"), NETS.values(), ids=list(NETS))
+def test_bfloat16_is_near(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
+    module, genome, candidates, batch = setting(build, shapes, rank, device)
+    # of the largest error of any output, in parts of their size: 8 bits of each product, through several layers
+    compare(module, genome, candidates, batch, Plan(BLOCK, "twins", dtype="bfloat16"), 0.25)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("name", ["two linear", "two conv2d", "embedding, then linear"])
+def test_noise_without_mirrors(name: str, rank: int | None) -> None:
+    build, shapes = LEAVES[name]
+    compare(*setting(build, shapes, rank, "cpu", mirrored=False), Plan(BLOCK, "twins"), 2e-5)
+
+
+@pytest.mark.parametrize("name", ["two linear", "two conv2d", "LSTM forecaster", "transformer"])
+def test_a_sigma_for_each_parameter(name: str) -> None:
+    build, shapes = LEAVES[name]
+    module, genome, candidates, batch = setting(build, shapes, None, "cpu")
+    sigma = torch.rand(genome.size, generator=torch.Generator().manual_seed(2))
+    candidates = Candidates(candidates.field, 4, candidates.centre, sigma)
+    compare(module, genome, candidates, batch, Plan(BLOCK, "twins"), 2e-5)
+
+
+@pytest.mark.parametrize("method", ["vmap", "loop", "alone"])
+@pytest.mark.parametrize("name", ["LeNet", "LSTM forecaster", "transformer", "residual block", "siamese"])
+def test_the_slower_paths_give_the_same(name: str, method: Any) -> None:
+    if (name, method) == ("LSTM forecaster", "vmap"):  # which vmap cannot do
+        return
+    build, shapes = LEAVES[name]
+    compare(*setting(build, shapes, 1, "cpu"), Plan(BLOCK, method), 2e-5)
