@@ -225,3 +225,19 @@ def test_a_torch_scheduler_decides_the_rate() -> None:
 def test_bad_settings_are_answered_by_a_sentence(attempt: Any, sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
         attempt()
+
+
+def test_a_rank_for_single_layers() -> None:
+    module = nn.Sequential(nn.Embedding(40, 9), nn.Linear(9, 12), nn.Linear(12, 12))
+    genome = Genome.of(module)
+
+    def ranks(text: str) -> dict[int, int]:
+        return {m.start: m.rank for m in OpenAIES(rank=1, ranks=text).field(0, genome).matrices}
+
+    starts = {slot.name: slot.start for slot in genome.slots}
+    assert ranks("") == {starts[name]: 1 for name in ("0.weight", "1.weight", "2.weight")}
+    assert ranks("0.*=2, 2.weight=none") == {starts["0.weight"]: 2, starts["1.weight"]: 1}
+    with pytest.raises(BadInput, match=r"There is no parameter '3\.weight'.*'2\.weight'"):
+        ranks("3.weight=2")
+    with pytest.raises(BadInput, match="takes NAME=RANK"):
+        OpenAIES(ranks="0.weight:2")

@@ -18,7 +18,16 @@ from germline.optim import Moments
 from germline.schedule import Scheduled, value_at
 from germline.shaping import Shaping, unit, utilities
 from germline.strategies.base import Candidates, Told
-from germline.strategies.settings import check_choice, check_optimiser, check_rate, optimiser_of, rate_at, setting
+from germline.strategies.settings import (
+    check_choice,
+    check_optimiser,
+    check_rate,
+    optimiser_of,
+    rank_rules,
+    ranks_of,
+    rate_at,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,7 @@ class OpenAIES:
     sigma: Scheduled | Literal["auto"] = setting(0.05, "standard deviation of the noise: a number, a schedule or auto")
     lr: Scheduled = setting(0.02, "learning rate of the optimiser: a number or a schedule")
     rank: int | None = setting(None, "rank of the noise of matrices; none is dense noise")
+    ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
     mirrored: bool = setting(True, "members in pairs with opposite noise")
     shaping: Shaping = setting("ranks", "how scores become utilities: ranks or zscore")
     optimizer: str | Callable[..., Any] = setting(
@@ -61,9 +71,11 @@ class OpenAIES:
         if self.sigma != "auto":
             check_rate("sigma", self.sigma)
         check_optimiser(self)
+        rank_rules(self.ranks)
 
     def field(self, seed: int, genome: Genome) -> Field:
-        return Field(seed, self.noise, self.mirrored, low_rank(genome.shapes, self.rank))
+        ranks = ranks_of(genome, self.rank, self.ranks)
+        return Field(seed, self.noise, self.mirrored, low_rank(genome.shapes, ranks))
 
     def init(self, theta: torch.Tensor) -> State:
         return State(theta, optimiser_of(self).init(theta))

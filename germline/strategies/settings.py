@@ -4,11 +4,13 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from germline.errors import BadInput, unknown
+from germline.genome import Genome
 from germline.optim import SGD, Adam, Moments, Optimiser, TorchOptimiser
 from germline.schedule import Schedule, Scheduled, value_at
 
@@ -81,6 +83,34 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
     for end in ends:
         if not isinstance(end, int | float) or not (end >= 0 if zero else end > 0) or not end < float("inf"):
             raise BadInput(f"The setting {name} must be {'0 or more' if zero else 'above 0'}, not {end!r}.")
+
+
+def rank_rules(ranks: str) -> list[tuple[str, int | None]]:
+    """The setting ranks as a list of patterns of names and the rank of each.
+
+    >>> rank_rules("embedding.*=4, head.weight=none")
+    [('embedding.*', 4), ('head.weight', None)]
+    """
+    rules = []
+    for part in filter(None, (part.strip() for part in ranks.split(","))):
+        pattern, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (pattern and equals and (value.lower() == "none" or value.isdigit())):
+            raise BadInput(f"The setting ranks takes NAME=RANK, NAME=none and so on, not {part!r}.")
+        rules.append((pattern, None if value.lower() == "none" else int(value)))
+    return rules
+
+
+def ranks_of(genome: Genome, rank: int | None, ranks: str) -> list[int | None]:
+    """The rank of each parameter's noise: the last rule that its name matches, else the rank of all."""
+    names = [slot.name for slot in genome.slots]
+    found = [rank] * len(names)
+    for pattern, own in rank_rules(ranks):
+        matching = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
+        if not matching:
+            raise unknown("parameter", pattern, names)
+        for i in matching:
+            found[i] = own
+    return found
 
 
 def parse(kind: Any, name: str, text: str) -> Any:
