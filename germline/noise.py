@@ -269,7 +269,13 @@ class Noise:
     ) -> None:
         rows, skip = rows_of(matrix, start, start + theta.numel())
         scale = significant(sigma, self.field.unit(matrix), theta)
-        a, b = (factor.to(theta.dtype) for factor in self.factors(matrix, rows))  # (m, R, r), (m, C, r)
+        a, b = self.factors(matrix, rows)  # (m, R, r), (m, C, r)
+        if self.device.type == "cpu":
+            across = b.transpose(1, 2).contiguous()  # (m, r, C)
+            arrays = (raw(x) for x in (out, theta.contiguous(), scale, a, across))
+            kernels_of(self.device).perturb_outer(*arrays, skip)
+            return
+        a, b = a.to(theta.dtype), b.to(theta.dtype)
         # small integers: exact in any order, but for the sign of zeros, which adding 0 settles
         product = (a @ b.transpose(1, 2)).flatten(1)[:, skip : skip + theta.numel()] + 0.0
         torch.add(theta, product * scale, out=out)

@@ -144,6 +144,27 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
 
 
 @compiled
+def perturb_outer_rows(first, last, out, theta, a, b, scale, skip):
+    members, rows, rank = a.shape
+    columns = b.shape[2]
+    total = np.empty(columns, np.int32)
+    for unit in range(first, last):
+        i, row = unit // rows, unit % rows
+        begin, end = max(0, row * columns - skip), min(out.shape[1], (row + 1) * columns - skip)
+        shift = begin - (row * columns - skip)
+        factor, other = int32(a[i, row, 0]), b[i, 0]
+        for c in range(columns):
+            total[c] = factor * int32(other[c])
+        for r in range(1, rank):
+            factor, other = int32(a[i, row, r]), b[i, r]
+            for c in range(columns):
+                total[c] += factor * int32(other[c])
+        to, centre, source = out[i, begin:end], theta[begin:end], total[shift : shift + end - begin]
+        for k in range(to.size):
+            to[k] = centre[k] + scale[0] * out.dtype.type(source[k])
+
+
+@compiled
 def blend_rows(out, shared, thin, thick, bias, scales, where):
     for i in range(out.shape[0]):
         address, scale, own = where[i], out.dtype.type(scales[i]), bias[i]
@@ -214,6 +235,12 @@ def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Addre
     share(
         perturb_tiles, units, out, theta, scale, signs, field_of(address), address.members, address.start, int(reading)
     )
+
+
+def perturb_outer(out: Array, theta: Array, scale: Array, a: Array, b: Array, skip: int) -> None:
+    """out[i] = theta + scale * (A_i B_i^T), from its ``skip``-th element on; b is (members, rank, columns)."""
+    units = a.shape[0] * a.shape[1]
+    share(perturb_outer_rows, units, out, theta, a, b, scale, skip, tiles_per_unit=-(-b.shape[2] // TILE))
 
 
 def accumulate(out: Array, weights: Array, address: Address, reading: Reading, centre: int) -> None:

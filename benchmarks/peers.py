@@ -1,0 +1,284 @@
+"""A generation of OpenAI-ES as three other libraries do it: evosax (JAX), EvoX and EvoTorch (both torch).
+
+    python benchmarks/peers.py [--work mlp|lenet|lstm] [--population P] [--batch B] [--sizes 784 300 10] [--repeats R]
+
+Every peer starts from the same network and scores its members on the same batch: mirrored noise, Adam, float32. Each is
+written as its users would write it and then given the fastest of the forms that were tried. Two things made it so:
+
+- No peer evaluates its whole population at once. A few members at a time stay in the cache, and the memory that holds
+  their activations is used again.
+- The torch peers compile the loss of those few members. The compiled code keeps the number of threads that torch had at
+  the first generation, and that generation takes a minute for the LSTM, whose steps are unrolled.
+
+What still differs is the libraries' own: EvoX does not rank the losses, and its Adam has no bias correction; EvoTorch
+has no OpenAI-ES, so its PGPE stands in, which also computes a step of the standard deviation, here times zero.
+"""
+
+import argparse
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+from torch.nn.utils import parameters_to_vector
+
+SIGMA, LEARNING_RATE = 0.05, 0.01
+HIDDEN, STEPS = 64, 48  # of the LSTM
+TORCH_CHUNK = 8  # members that torch evaluates at once
+JAX_CHUNK = {"mlp": 8, "lenet": 4, "lstm": 16}  # members that JAX evaluates at once
+
+Kind = Literal["mlp", "lenet", "lstm"]
+Generation = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The network, the members of a generation, and the examples that each member sees."""
+
+    kind: Kind
+    population: int
+    batch: int
+    sizes: tuple[int, ...] = (784, 300, 10)  # of the MLP's layers
+
+
+class LSTM(nn.Module):
+    """One LSTM layer and a linear one on its last state, written out because ``vmap`` has no rule for ``nn.LSTM``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Linear(1, 4 * HIDDEN)
+        self.hidden = nn.Linear(HIDDEN, 4 * HIDDEN)
+        self.output = nn.Linear(HIDDEN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = self.input(x)  # (B, T, 4H)
+        h = c = x.new_zeros(len(x), HIDDEN)
+        for step in range(STEPS):
+            i, f, g, o = (inputs[:, step] + self.hidden(h)).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        output: Tensor = self.output(h)
+        return output
+
+
+def network(work: Work) -> nn.Module:
+    """The network that every peer starts from, as torch initialises it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return build(work).requires_grad_(False)
+
+
+def build(work: Work) -> nn.Module:
+    if work.kind == "lstm":
+        return LSTM()
+    layers: list[nn.Module] = []
+    if work.kind == "lenet":
+        layers += [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    sizes = (400, 120, 84, 10) if work.kind == "lenet" else work.sizes
+    for wide, narrow in pairwise(sizes):
+        layers += [nn.Linear(wide, narrow), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(work: Work) -> tuple[Any, Any]:
+    """The shared examples: standard normal inputs, and as targets classes, or one number each for the LSTM."""
+    rng = np.random.default_rng(0)
+    shape = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (STEPS, 1)}[work.kind]
+    x = rng.standard_normal((work.batch, *shape), np.float32)
+    if work.kind == "lstm":
+        return x, rng.standard_normal((work.batch, 1), np.float32)
+    return x, rng.integers(0, 10 if work.kind == "lenet" else work.sizes[-1], work.batch)
+
+
+# JAX
+
+
+def jax_parameters(work: Work) -> list[Any]:
+    """Weights and biases in turn, a weight as (in, out) or (height, width, in, out), which is how JAX is fastest."""
+    jnp = import_module("jax.numpy")
+    order = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
+    return [jnp.asarray(w.permute(order[w.ndim]).numpy().copy()) for w in network(work).parameters()]
+
+
+def jax_loss(work: Work) -> Callable[[list[Any]], Any]:
+    """The loss of one member."""
+    jax, jnp, optax = import_module("jax"), import_module("jax.numpy"), import_module("optax")
+    x, y = (jnp.asarray(part) for part in batch(work))
+
+    def convolve(x: Any, weight: Any) -> Any:
+        """A convolution as patches times a matrix: several times as fast as XLA's own on a CPU."""
+        kernel, _, channels, features = weight.shape
+        high, wide = x.shape[1] - kernel + 1, x.shape[2] - kernel + 1
+        patches = [x[:, i : i + high, j : j + wide] for i in range(kernel) for j in range(kernel)]
+        columns = jnp.stack(patches, 3).reshape(len(x), high, wide, kernel * kernel * channels)
+        return columns @ weight.reshape(-1, features)
+
+    def pool(x: Any) -> Any:
+        count, high, wide, channels = x.shape
+        return x.reshape(count, high // 2, 2, wide // 2, 2, channels).max((2, 4))
+
+    def perceptron(parameters: list[Any], h: Any) -> Any:
+        for weight, bias in zip(parameters[:-2:2], parameters[1:-2:2], strict=True):
+            h = jax.nn.relu(h @ weight + bias)
+        return h @ parameters[-2] + parameters[-1]
+
+    def lenet(parameters: list[Any]) -> Any:
+        h = jnp.pad(jnp.moveaxis(x, 1, 3), ((0, 0), (2, 2), (2, 2), (0, 0)))  # (B, H, W, C)
+        for weight, bias in (parameters[:2], parameters[2:4]):
+            h = pool(jax.nn.relu(convolve(h, weight) + bias))
+        return perceptron(parameters[4:], jnp.moveaxis(h, 3, 1).reshape(len(x), -1))
+
+    def lstm(parameters: list[Any]) -> Any:
+        w_input, b_input, w_hidden, b_hidden, w_output, b_output = parameters
+
+        def step(state: Any, inputs: Any) -> Any:
+            h, c = state
+            i, f, g, o = jnp.split(inputs @ w_input + b_input + h @ w_hidden + b_hidden, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        zeros = jnp.zeros((len(x), HIDDEN))
+        (h, _), _ = jax.lax.scan(step, (zeros, zeros), jnp.moveaxis(x, 1, 0))
+        return h @ w_output + b_output
+
+    def loss(parameters: list[Any]) -> Any:
+        if work.kind == "lstm":
+            return jnp.mean((lstm(parameters) - y) ** 2)
+        logits = lenet(parameters) if work.kind == "lenet" else perceptron(parameters, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    return loss
+
+
+def evosax(work: Work) -> Generation:
+    """``Open_ES``: ask, evaluate and tell in one compiled function. JAX's default generator is the fastest there."""
+    jax, optax, algorithms = import_module("jax"), import_module("optax"), import_module("evosax.algorithms")
+    centre, loss = jax_parameters(work), jax_loss(work)
+    strategy = algorithms.Open_ES(
+        work.population,
+        centre,
+        optimizer=optax.adam(LEARNING_RATE),
+        std_schedule=optax.constant_schedule(SIGMA),
+    )
+    settings = strategy.default_params
+
+    @jax.jit  # type: ignore[untyped-decorator]
+    def step(key: Any, state: Any) -> Any:
+        key, ask, tell = jax.random.split(key, 3)
+        population, state = strategy.ask(ask, state, settings)
+        losses = jax.lax.map(loss, population, batch_size=JAX_CHUNK[work.kind])
+        state, _ = strategy.tell(tell, population, losses, state, settings)
+        return key, state
+
+    key = jax.random.key(0)
+    state = strategy.init(key, centre, settings)
+
+    def generation() -> object:
+        nonlocal key, state
+        key, state = jax.block_until_ready(step(key, state))
+        return state.mean
+
+    return generation
+
+
+# torch
+
+
+def torch_losses(work: Work, forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The losses of a population, (P, N) to (P,), where ``forward`` takes one member's parameters and the inputs."""
+    x, y = (torch.from_numpy(part) for part in batch(work))
+    criterion = F.mse_loss if work.kind == "lstm" else F.cross_entropy
+    losses = vmap(lambda parameters: criterion(forward(parameters, x), y))
+    if shutil.which(os.environ.get("CXX", "g++")):
+        # Compiled for fixed shapes, and in one piece or not at all.
+        losses = torch.compile(losses, dynamic=False, fullgraph=True)
+    return lambda population: torch.cat([losses(members) for members in torch.split(population, TORCH_CHUNK)])
+
+
+def evox(work: Work) -> Generation:
+    """``OpenES`` in the standard workflow. Compiling the whole step was slower than compiling the losses."""
+    algorithms, core = import_module("evox.algorithms"), import_module("evox.core")
+    utilities, workflows = import_module("evox.utils"), import_module("evox.workflows")
+    net = network(work)
+    adapter = utilities.ParamsAndVector(net)
+    losses = torch_losses(work, lambda vector, x: functional_call(net, adapter.to_params(vector), (x,)))
+    problem = type("Shared", (core.Problem,), {"evaluate": lambda self, population: losses(population)})()
+    centre = adapter.to_vector(dict(net.named_parameters()))
+    strategy = algorithms.OpenES(
+        work.population, centre, LEARNING_RATE, SIGMA, optimizer="adam", mirrored_sampling=True
+    )
+    workflow = workflows.StdWorkflow(strategy, problem)
+
+    def generation() -> object:
+        workflow.step()
+        return workflow.algorithm.center
+
+    return generation
+
+
+def evotorch(work: Work) -> Generation:
+    """PGPE with a fixed standard deviation, in its functional form, which is nearly twice as fast as the class."""
+    functional = import_module("evotorch.algorithms.functional")
+    net = network(work)
+    losses = torch_losses(work, import_module("evotorch.neuroevolution.net").ModuleExpectingFlatParameters(net))
+    state = functional.pgpe(
+        center_init=parameters_to_vector(net.parameters()),
+        center_learning_rate=LEARNING_RATE,
+        stdev_learning_rate=0.0,
+        stdev_init=SIGMA,
+        objective_sense="min",
+        ranking_method="centered",
+        optimizer="adam",
+        symmetric=True,
+    )
+
+    def generation() -> object:
+        nonlocal state
+        population = functional.pgpe_ask(state, popsize=work.population)
+        state = functional.pgpe_tell(state, population, losses(population))
+        return state.optimizer_state.center
+
+    return generation
+
+
+PEERS: dict[str, Callable[[Work], Generation]] = {"evosax": evosax, "evox": evox, "evotorch": evotorch}
+
+
+def available() -> list[str]:
+    """The peers whose library is installed."""
+    return [name for name in PEERS if find_spec(name)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=get_args(Kind), default="mlp")
+    parser.add_argument("--population", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[784, 300, 10], help="of the MLP's layers")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    work = Work(arguments.work, arguments.population, arguments.batch, tuple(arguments.sizes))
+    torch.set_num_threads(os.cpu_count() or 1)
+    for name in available():
+        generation = PEERS[name](work)
+        times = []
+        for _ in range(arguments.repeats + 1):
+            start = time.perf_counter()
+            generation()
+            times.append(time.perf_counter() - start)
+        print(f"{name:10} {min(times[1:]):8.3f} s per generation", flush=True)  # the first one compiles
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""A whole generation of OpenAI-ES, beside pure inference on as many samples and beside other libraries, in one run.
+
+    python benchmarks/population.py                 all rows, with the peers that are installed (extra bench)
+    python benchmarks/population.py --row lenet     one row
+    python benchmarks/population.py --memory        the peak memory of the process at populations 256 and 4096
+
+Pure inference is one network's forward pass on population x batch samples, in one large batch or in batches of the
+row's size on both cores, whichever is faster. Times are the best of several rounds that take all candidates in turn.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from peers import PEERS, Work, available
+
+from germline.core import Core
+from germline.fleet import Local
+from germline.header import processor
+from germline.objective import Batch, Objective
+from germline.run import peak_memory
+from germline.strategies import OpenAIES
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    work: Work
+    dense: float | None = None  # the part of the best peer's time that is wanted
+    low_rank: float | None = None
+
+
+ROWS = {
+    "mlp": Row(Work("mlp", 256, 256), 0.5, 0.1),
+    "mlp-large-batch": Row(Work("mlp", 64, 1000), 1.0, 0.2),
+    "lenet": Row(Work("lenet", 256, 64), 0.5, 0.1),
+    "lstm": Row(Work("lstm", 256, 64), 0.5, 0.1),
+}
+
+
+class Forecaster(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 64, batch_first=True), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(x)
+        last: Tensor = self.head(out[:, -1])
+        return last
+
+
+def module_of(work: Work) -> nn.Module:
+    torch.manual_seed(0)
+    if work.kind == "lstm":
+        return Forecaster()
+    if work.kind == "lenet":
+        return nn.Sequential(
+            *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+        )
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(work.sizes, work.sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch_of(work: Work) -> Batch:
+    shapes = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (48, 1)}
+    x = torch.randn(work.batch, *shapes[work.kind])
+    y = torch.randn(work.batch, 1) if work.kind == "lstm" else torch.randint(0, 10, (work.batch,))
+    return Batch.of((x, y))
+
+
+def generation(work: Work, rank: int | None, dtype: Any) -> Step:
+    """A generation of ours: scores, utilities, update; all but the journal."""
+    loss = F.mse_loss if work.kind == "lstm" else F.cross_entropy
+    strategy = OpenAIES(population=work.population, sigma=0.05, lr=0.01, rank=rank)
+    core, batch = Core(module_of(work), strategy, Objective(loss), Local("cpu"), 0, None, dtype), batch_of(work)
+    numbers = iter(range(1 << 30))
+    core.prepare(batch)
+
+    def step() -> None:
+        core.tell(core.evaluate(next(numbers), batch))
+
+    return step
+
+
+def inference(work: Work, dtype: torch.dtype) -> dict[str, Step]:
+    module, (x,) = module_of(work).eval().to(dtype), batch_of(work).args
+    x = x.to(dtype)
+    large = x.repeat(work.population, *(1,) * (x.dim() - 1))
+    cores = torch.get_num_threads()
+    pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
+
+    def one(_: int) -> None:
+        with torch.no_grad():
+            module(x)
+
+    @torch.no_grad()
+    def at_once() -> None:
+        module(large)
+
+    def in_batches() -> None:
+        torch.set_num_threads(1)
+        list(pool.map(one, range(work.population)))
+        torch.set_num_threads(cores)
+
+    return {"at once": at_once, "in batches": in_batches}
+
+
+def best_times(steps: dict[str, Step], repeats: int) -> dict[str, float]:
+    for step in steps.values():
+        step()
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(repeats):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            step()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return best
+
+
+def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, float]:
+    work = row.work
+    steps: dict[str, Step] = {}
+    for kind in (torch.float32, torch.bfloat16):
+        label = str(kind).removeprefix("torch.")
+        steps |= {f"inference, {label}, {how}": step for how, step in inference(work, kind).items()}
+    for dtype in ("float32", "bfloat16"):
+        steps |= {f"dense, {dtype}": generation(work, None, dtype), f"rank 1, {dtype}": generation(work, 1, dtype)}
+    peers = available() if with_peers else []
+    for peer in peers:
+        try:
+            steps[peer] = PEERS[peer](work)
+        except NotImplementedError as error:
+            print(f"{peer} cannot do this: {error}")
+    times = best_times(steps, repeats)
+    pure = min(seconds for key, seconds in times.items() if key.startswith("inference, float32"))
+    rivals = {peer: times[peer] for peer in peers if peer in times}
+    best = min(rivals.values()) if rivals else None
+
+    print(f"\n{name}: {work.kind}, population {work.population}, batch {work.batch}")
+    print(f"  {'':32} {'ms':>8} {'of inference':>13} {'of best peer':>13}")
+    for key, seconds in times.items():
+        ratio = f"{seconds / best:13.2f}" if best else f"{'':13}"
+        print(f"  {key:32} {1e3 * seconds:8.1f} {seconds / pure:13.2f} {ratio}")
+    for key, wanted in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank)):
+        if best and wanted is not None:
+            found = times[key] / best
+            print(f"  {key}: {found:.3f} of the best peer, wanted {wanted}{'' if found <= wanted else '  (missed)'}")
+    return times
+
+
+def peak_at(population: int) -> int:
+    """The peak memory of a new process that runs two generations."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from population import ROWS, Work, generation, peak_memory
+for rank in (None, 1):
+    step = generation(Work("mlp", {population}, 256), rank, "float32")
+    step(), step()
+print(peak_memory())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", choices=ROWS, action="append", help="several times for several rows; all if not given")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    arguments = parser.parse_args()
+    print(f"CPU: {processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    if arguments.memory:
+        small, large = peak_at(256), peak_at(4096)
+        print(f"peak memory: {small / 1e6:.0f} MB at population 256, {large / 1e6:.0f} MB at 4096")
+        growth = large / small - 1
+        print(f"growth {100 * growth:.1f} %, wanted below 10 %{'' if growth < 0.1 else '  (missed)'}")
+        return
+    names = arguments.row or list(ROWS)
+    found = {name: measure(name, ROWS[name], arguments.repeats, not arguments.no_peers) for name in names}
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
