@@ -169,7 +169,7 @@ def evosax(work: Work) -> Generation:
         work.population,
         centre,
         optimizer=optax.adam(LEARNING_RATE),
-        std_schedule=optax.constant_schedule(SIGMA),
+        std_schedule=optax.constant_schedule(np.float32(SIGMA)),
     )
     settings = strategy.default_params
 
@@ -182,7 +182,10 @@ def evosax(work: Work) -> Generation:
         return key, state
 
     key = jax.random.key(0)
-    state = strategy.init(key, centre, settings)
+    # With the types that it will keep: the second step would otherwise be compiled anew.
+    state = jax.tree.map(
+        lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), strategy.init(key, centre, settings)
+    )
 
     def generation() -> object:
         nonlocal key, state
@@ -201,8 +204,9 @@ def torch_losses(work: Work, forward: Callable[[Tensor, Tensor], Tensor]) -> Cal
     criterion = F.mse_loss if work.kind == "lstm" else F.cross_entropy
     losses = vmap(lambda parameters: criterion(forward(parameters, x), y))
     if shutil.which(os.environ.get("CXX", "g++")):
-        # Compiled for fixed shapes, and in one piece or not at all.
-        losses = torch.compile(losses, dynamic=False, fullgraph=True)
+        # For fixed shapes, and in one piece or not at all. Isolated, or all of these would share a limit of eight.
+        compile_once: Any = torch.compile  # whose stubs do not know every option
+        losses = compile_once(losses, dynamic=False, fullgraph=True, isolate_recompiles=True)
     return lambda population: torch.cat([losses(members) for members in torch.split(population, TORCH_CHUNK)])
 
 

@@ -30,7 +30,6 @@ from germline.core import Core
 from germline.fleet import Local
 from germline.header import processor
 from germline.objective import Batch, Objective
-from germline.run import peak_memory
 from germline.strategies import OpenAIES
 
 Step = Callable[[], object]

@@ -4,7 +4,7 @@ import os
 
 # Products of matrices then have the same bits whatever the alignment of memory; read by MKL at its first use.
 os.environ.setdefault("MKL_CBWR", "AUTO")
-# A thread of torch's that waits does not hold the core that a block of members needs; read when torch is first imported.
+# A thread of torch's that waits does not hold the core that a block of members needs; read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from germline.api import Result, Search, train

@@ -14,6 +14,8 @@ from germline.genome import Genome
 from germline.noise import low_rank
 from germline.objective import Batch, Objective, tensors_in
 from germline.population import Evaluator, Plan, exact_arithmetic
+from germline.population.recurrent import step_by_step
+from germline.population.twins import RULES
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import NETS, inputs_of
 
@@ -162,6 +164,20 @@ def test_a_sigma_for_each_parameter(name: str) -> None:
     sigma = torch.rand(genome.size, generator=torch.Generator().manual_seed(2))
     candidates = Candidates(candidates.field, 4, candidates.centre, sigma)
     compare(module, genome, candidates, batch, Plan(BLOCK, "twins"), 2e-5)
+
+
+RECURRENT = {name: LEAVES[name] for name in LEAVES if "lstm" in name or name in ("gru", "rnn", "LSTM forecaster")}
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize(("build", "shapes"), RECURRENT.values(), ids=list(RECURRENT))
+def test_recurrent_layers_step_by_step(
+    build: Any, shapes: Shapes, rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they go where there is no fast layer of torch's to go through member by member."""
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        monkeypatch.setitem(RULES, kind, step_by_step)
+    compare(*setting(build, shapes, rank, "cpu"), Plan(BLOCK, "twins"), 2e-5)
 
 
 @pytest.mark.parametrize("method", ["vmap", "loop", "alone"])

@@ -145,8 +145,7 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
 
 @compiled
 def perturb_outer_rows(first, last, out, theta, a, b, scale, skip):
-    members, rows, rank = a.shape
-    columns = b.shape[2]
+    rows, rank, columns = a.shape[1], a.shape[2], b.shape[2]
     total = np.empty(columns, np.int32)
     for unit in range(first, last):
         i, row = unit // rows, unit % rows

@@ -1,52 +1,93 @@
-"""Cells of recurrent layers for a block of members: called once per step by the user's own loop.
+"""Recurrent layers and their cells for a block of members.
 
-Whole recurrent layers have no need of a rule of their own: torch's, member by member, are as fast as inference.
+On a CPU torch's own recurrent layers, member by member, are as fast as inference. Elsewhere the steps are taken for all
+members together: the inputs of all steps in one product, then one product per step.
 """
 
-import torch
+from typing import Any
 
-from germline.population.layer import Call, Outputs, one
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from germline.population.layer import Call, Outputs, each, one
 from germline.population.linear import batched_linear
 
-Tensor = torch.Tensor
+
+def recurrent(call: Call) -> Outputs:
+    return each(call) if call.inputs[0].device.type == "cpu" else step_by_step(call)
 
 
-def lstm_cell(call: Call) -> Outputs:
-    x, h, c = state_of(call, 2)
-    gates = through(call, x, "ih") + through(call, h, "hh")
-    enter, forget, cell, leave = gates.chunk(4, -1)
-    c = forget.sigmoid() * c + enter.sigmoid() * cell.tanh()
-    h = leave.sigmoid() * c.tanh()
-    _, tree = torch.utils._pytree.tree_flatten((0, 0))
-    return [h, c], tree
+def step_by_step(call: Call) -> Outputs:
+    """A whole layer, or several on top of each other, in one direction or both."""
+    module = call.module
+    x, *states = with_members(call)
+    single = x.dim() == 3  # (m, T, I): one sequence, not several
+    x = x.unsqueeze(2) if single else x.transpose(1, 2) if module.batch_first else x  # (m, T, N, I)
+    states = [state.unsqueeze(2) if single else state for state in states]  # (m, layers, N, H)
+    finals: list[tuple[Tensor, ...]] = []
+    for layer in range(module.num_layers):
+        ways = []
+        for way in range(2 if module.bidirectional else 1):
+            suffix = f"_l{layer}{'_reverse' if way else ''}"
+            begin = [state[:, len(finals)] for state in states]
+            out, final = one_way(call, x.flip(1) if way else x, begin, suffix)
+            ways.append(out.flip(1) if way else out)
+            finals.append(final)
+        x = torch.cat(ways, -1)
+    last = [torch.stack(parts, 1) for parts in zip(*finals, strict=True)]  # (m, layers, N, H)
+    x = x.squeeze(2) if single else x.transpose(1, 2) if module.batch_first else x
+    outputs = [x.contiguous(), *(state.squeeze(2) if single else state for state in last)]
+    return outputs, tree_flatten((0, (0, 0)) if isinstance(module, nn.LSTM) else (0, 0))[1]
 
 
-def gru_cell(call: Call) -> Outputs:
-    x, h = state_of(call, 1)
-    reset, update, new = through(call, x, "ih").chunk(3, -1)
-    reset_h, update_h, new_h = through(call, h, "hh").chunk(3, -1)
-    update = (update + update_h).sigmoid()
-    new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
-    return one(new + update * (h - new))
+def one_way(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One layer in one direction: x is (m, T, N, I), the state that it begins with may be empty."""
+    module = call.module
+    from_x = through(call, x, f"ih{suffix}")  # (m, T, N, gates)
+    outer, inner = getattr(module, "proj_size", 0) or module.hidden_size, module.hidden_size
+    h, *c = state or [x.new_zeros(len(x), x.shape[2], outer), x.new_zeros(len(x), x.shape[2], inner)]
+    projection = call.weights(f"weight_hr{suffix}") if getattr(module, "proj_size", 0) else None
+    steps = []
+    for t in range(x.shape[1]):
+        h, c = step(module, from_x[:, t], through(call, h, f"hh{suffix}"), h, c)
+        h = h if projection is None else batched_linear(h, projection, None)
+        steps.append(h)
+    return torch.stack(steps, 1), (h, *c) if isinstance(module, nn.LSTM) else (h,)
 
 
-def rnn_cell(call: Call) -> Outputs:
-    x, h = state_of(call, 1)
-    total = through(call, x, "ih") + through(call, h, "hh")
-    return one(total.tanh() if call.module.nonlinearity == "tanh" else total.relu())
+def cell(call: Call) -> Outputs:
+    module = call.module
+    x, *state = with_members(call)
+    lstm = isinstance(module, nn.LSTMCell)
+    zeros = x.new_zeros((*x.shape[:-1], module.hidden_size))
+    h, *c = state or [zeros, zeros]
+    h, c = step(module, through(call, x, "ih"), through(call, h, "hh"), h, c)
+    return ([h, *c], tree_flatten((0, 0))[1]) if lstm else one(h)
 
 
-def state_of(call: Call, count: int) -> list[Tensor]:
-    """The input and the state, all with the members first; a state that is not given is zero."""
-    given = [
+def step(module: Any, from_x: Tensor, from_h: Tensor, h: Tensor, c: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The state after one more step, given what the weights make of the input and of the state before."""
+    if isinstance(module, nn.LSTM | nn.LSTMCell):
+        enter, forget, new, leave = (from_x + from_h).chunk(4, -1)
+        c = [forget.sigmoid() * c[0] + enter.sigmoid() * new.tanh()]
+        return leave.sigmoid() * c[0].tanh(), c
+    if isinstance(module, nn.GRU | nn.GRUCell):
+        (reset, update, new), (reset_h, update_h, new_h) = from_x.chunk(3, -1), from_h.chunk(3, -1)
+        new = (new + (reset + reset_h).sigmoid() * new_h).tanh()
+        return new + (update + update_h).sigmoid() * (h - new), c
+    total = from_x + from_h
+    return (total.tanh() if module.nonlinearity == "tanh" else total.relu()), c
+
+
+def with_members(call: Call) -> list[Tensor]:
+    return [
         x if batched else x.expand(call.block.size, *x.shape)
         for x, batched in zip(call.inputs, call.batched, strict=True)
     ]
-    missing = 1 + count - len(given)
-    return given + [given[0].new_zeros((*given[0].shape[:-1], call.module.hidden_size))] * missing
 
 
 def through(call: Call, x: Tensor, name: str) -> Tensor:
     weight = call.weights(f"weight_{name}")
     assert weight is not None
-    return batched_linear(x, weight, call.weights(f"bias_{name}"))
+    return batched_linear(x, weight, call.weights(f"bias_{name}") if call.module.bias else None)

@@ -20,7 +20,7 @@ from germline.population.dropout import SPATIAL, dropout
 from germline.population.embedding import embedding
 from germline.population.layer import Call, Layer, Rule, each
 from germline.population.linear import linear
-from germline.population.recurrent import gru_cell, lstm_cell, rnn_cell
+from germline.population.recurrent import cell, recurrent
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear,
@@ -31,12 +31,12 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose2d: each,
     nn.ConvTranspose3d: each,
     nn.Embedding: embedding,
-    nn.LSTM: each,
-    nn.GRU: each,
-    nn.RNN: each,
-    nn.LSTMCell: lstm_cell,
-    nn.GRUCell: gru_cell,
-    nn.RNNCell: rnn_cell,
+    nn.LSTM: recurrent,
+    nn.GRU: recurrent,
+    nn.RNN: recurrent,
+    nn.LSTMCell: cell,
+    nn.GRUCell: cell,
+    nn.RNNCell: cell,
     nn.Bilinear: each,
     nn.EmbeddingBag: each,
 }
