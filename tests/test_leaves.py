@@ -110,7 +110,8 @@ def plain_output(module: nn.Module, candidates: Candidates, batch: Batch, member
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.train()  # the statistics of its own batch
     genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
-    with torch.no_grad(), one_thread_each():
+    plain = torch.backends.cudnn.flags(enabled=False)  # whose recurrent layers are not as exact
+    with torch.no_grad(), one_thread_each(), exact_arithmetic(), plain:
         return list(tensors_in(one(*batch.args)))
 
 

@@ -83,7 +83,7 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 part.train()  # the statistics of its own batch
         genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
-        with torch.no_grad():
+        with torch.no_grad(), exact_arithmetic():
             scores.append(float(function(one(*batch.args), batch.target)))
     return scores
 

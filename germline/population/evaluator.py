@@ -119,7 +119,7 @@ class Evaluator:
         """The score, or the output, of one member, on a plain module with its weights."""
         alone = self.plan.method == "alone"
         batch = generation.batch.copied() if alone and generation.batch is not None else generation.batch
-        module = copy.deepcopy(self.module) if alone else self.mine()
+        module = copy_of(self.module) if alone else self.mine()
         with evaluating(Block(generation, np.array([member]), member=0)), own_generators(generation, alone):
             weights = generation.candidates.weights(np.array([member]), 0, self.genome.size)[0]
             self.genome.write(weights, module)
@@ -149,9 +149,17 @@ class Evaluator:
 
     def mine(self) -> nn.Module:
         if not hasattr(self.own, "module"):
-            self.own.module = copy.deepcopy(self.module)
+            self.own.module = copy_of(self.module)
         module: nn.Module = self.own.module
         return module
+
+
+def copy_of(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters()  # copying takes apart what cuDNN wants in one piece
+    return module
 
 
 @contextmanager
