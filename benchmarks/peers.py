@@ -7,8 +7,8 @@ written as its users would write it and then given the fastest of the forms that
 
 - No peer evaluates its whole population at once. A few members at a time stay in the cache, and the memory that holds
   their activations is used again.
-- The torch peers compile the loss of those few members. The compiled code keeps the number of threads that torch had at
-  the first generation, and that one takes a minute for the LSTM, whose steps are unrolled.
+- The torch peers compile the loss of those few members, which for the LSTM, whose steps are unrolled, takes up to a
+  minute of the first generation, and of the first one after torch's number of threads has changed.
 
 What still differs is the libraries' own: EvoX does not rank the losses, and its Adam has no bias correction; EvoTorch
 has no OpenAI-ES, so its PGPE stands in, which also computes a step of the standard deviation, here times zero.
