@@ -19,6 +19,7 @@ from germline.genome import Genome
 from germline.noise import WORD, Field, Stream
 from germline.objective import Batch, Objective, seeded_generators, tensors_in
 from germline.population.block import Block, Generation, here
+from germline.population.pooling import FasterFunctions
 from germline.population.twins import twinned, with_dropout
 from germline.strategies.base import Candidates
 
@@ -113,7 +114,8 @@ class Evaluator:
             # a tied parameter goes by its first name alone: functional_call knows the others
             slots = enumerate(self.genome.slots) if self.plan.method == "vmap" else ()
             named = {slot.name: block.weights(index) for index, slot in slots}
-            return widened(vmap(forward)(torch.arange(block.size), named))
+            with FasterFunctions():
+                return widened(vmap(forward)(torch.arange(block.size), named))
 
     def one_by_one(self, generation: Generation, member: int, *, scored: bool = True) -> Any:
         """The score, or the output, of one member, on a plain module with its weights."""

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from germline.genome import Genome
 from germline.objective import Batch, seeded_generators, tensors_in
 
-BLOCK_BYTES = 48 << 20  # of a block: what stays near the processor, not what the machine could hold
+BLOCK_BYTES = 96 << 20  # of a block: what stays near the processor, not what the machine could hold
 LARGEST_BLOCK = 32
 LIVE = 4  # tensors of the largest size that are alive at once: a layer's input, its output, and what is between
 
@@ -17,11 +17,12 @@ LIVE = 4  # tensors of the largest size that are alive at once: a layer's input,
 def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None) -> int:
     """A function of the problem alone, never of the machine.
 
-    As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding.
+    As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding; in a power of
+    two, so that any usual number of cores is evenly loaded.
     """
     one = 4 * (genome.size + LIVE * widest(module, batch))
-    pairs = max(1, min(LARGEST_BLOCK, BLOCK_BYTES // one) // 2)
-    blocks = -(-population // (2 * pairs))
+    largest = max(2, min(LARGEST_BLOCK, BLOCK_BYTES // one))
+    blocks = 1 << (-(-population // largest) - 1).bit_length()
     return 2 * -(-population // (2 * blocks))
 
 
