@@ -2,14 +2,14 @@
 
     python benchmarks/peers.py [--work mlp|lenet|lstm] [--population P] [--batch B] [--sizes 784 300 10] [--repeats R]
 
-Every peer starts from the same network and scores its members on the same batch: mirrored noise, Adam, float32. Each is
-there twice: as its documentation has it, the whole population under one ``vmap``, and tuned, in the fastest of the forms
-that were tried by hand. Two things made those fast:
+Every peer starts from the same network and scores its members on the same batch: mirrored noise, Adam, float32. Each
+is there twice: as its documentation has it, the whole population under one ``vmap``, and tuned, in the fastest of the
+forms that were tried by hand. Two things made those fast:
 
-- No tuned peer evaluates its whole population at once. A few members at a time stay in the cache, and the memory that holds
-  their activations is used again.
-- The tuned torch peers compile the loss of those few members, which for the LSTM, whose steps are unrolled, takes up to a
-  minute of the first generation, and of the first one after torch's number of threads has changed.
+- No tuned peer evaluates its whole population at once. A few members at a time stay in the cache, and the memory that
+  holds their activations is used again.
+- The tuned torch peers compile the loss of those few members, which for the LSTM, whose steps are unrolled, takes up to
+  a minute of the first generation, and of the first one after torch's number of threads has changed.
 
 What still differs is the libraries' own: EvoX does not rank the losses, and its Adam has no bias correction; EvoTorch
 has no OpenAI-ES, so its PGPE stands in, which also computes a step of the standard deviation, here times zero.
@@ -21,7 +21,6 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
@@ -266,16 +265,17 @@ def evotorch(work: Work, tuned: bool) -> Generation:
 
 
 LIBRARIES: dict[str, Callable[[Work, bool], Generation]] = {"evosax": evosax, "evox": evox, "evotorch": evotorch}
-PEERS: dict[str, Callable[[Work], Generation]] = {
-    name + (", tuned" if tuned else ""): partial(make, tuned=tuned)
-    for tuned in (False, True)
-    for name, make in LIBRARIES.items()
-}
+TUNED = ", tuned"
 
 
 def available() -> list[str]:
-    """The peers whose library is installed."""
-    return [name for name in PEERS if find_spec(name.split(",")[0])]
+    """The peers whose library is installed, as documented and tuned."""
+    installed = [name for name in LIBRARIES if find_spec(name)]
+    return [*installed, *(name + TUNED for name in installed)]
+
+
+def peer(name: str, work: Work) -> Generation:
+    return LIBRARIES[name.removesuffix(TUNED)](work, name.endswith(TUNED))
 
 
 def main() -> None:
@@ -289,7 +289,7 @@ def main() -> None:
     work = Work(arguments.work, arguments.population, arguments.batch, tuple(arguments.sizes))
     torch.set_num_threads(os.cpu_count() or 1)
     for name in available():
-        generation = PEERS[name](work)
+        generation = peer(name, work)
         times = []
         for _ in range(arguments.repeats + 1):
             start = time.perf_counter()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from peers import PEERS, Work, available
+from peers import TUNED, Work, available, peer
 
 from germline.core import Core
 from germline.fleet import Local
@@ -142,8 +142,7 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
     for dtype in ("float32", "bfloat16"):
         steps |= {f"dense, {dtype}": generation(work, None, dtype), f"rank 1, {dtype}": generation(work, 1, dtype)}
     peers = available() if with_peers else []
-    for peer in peers:
-        steps[peer] = PEERS[peer](work)
+    steps |= {name: peer(name, work) for name in peers}
     times = best_times(steps, repeats)
     pure = min(seconds for key, seconds in times.items() if key.startswith("inference, float32"))
     print(f"\n{name}: {work.kind}, population {work.population}, batch {work.batch}")
@@ -151,12 +150,12 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
     for key, seconds in times.items():
         print(f"  {key:32} {1e3 * seconds:8.1f} {seconds / pure:13.2f}")
     for form, rivals in (
-        ("as documented", [peer for peer in peers if "tuned" not in peer]),
-        ("tuned by hand", [peer for peer in peers if "tuned" in peer]),
+        ("as documented", [name for name in peers if not name.endswith(TUNED)]),
+        ("tuned by hand", [name for name in peers if name.endswith(TUNED)]),
     ):
         for key, wanted in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank)):
             if rivals:
-                found = times[key] / min(times[peer] for peer in rivals)
+                found = times[key] / min(times[rival] for rival in rivals)
                 verdict = f"wanted {wanted}{'' if found <= wanted else '  (missed)'}"
                 print(f"  {key}: {found:.3f} of the best peer {form}, {verdict}")
     return times

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from germline.journal import PROBE
 from germline.noise import WORD, Field, Stream
 from germline.objective import Batch, Objective
 from germline.population import (
+    SURVIVAL,
     DType,
     Evaluator,
     Plan,
@@ -26,9 +27,11 @@ from germline.population import (
     SlowPath,
     agrees,
     block_size,
+    correlation,
     exact_arithmetic,
     in_type,
     prepared,
+    scores_of,
     settle,
 )
 from germline.shaping import utilities
@@ -120,19 +123,25 @@ class Core:
         assert self.plan is not None
         if self.plan.method not in ("twins", "vmap"):
             return True
+        if self.plan.dtype == "bfloat16":
+            count = min(2 * self.plan.block, scores.size)
+            with one_thread_each(), exact_arithmetic():
+                exact = scores_of(self._make(replace(self.plan, dtype="float32")), candidates, batch, count)
+            return correlation(exact, scores[:count]) >= SURVIVAL
         sampled = self.noise.below(scores.size, SAMPLED, candidates.generation, Stream.SELECTION, member=WORD - 1)
         with one_thread_each(), exact_arithmetic():
             plain = self._make(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout))
-            right = [agrees(self.plan, plain, candidates, batch, scores, int(member)) for member in sampled]
+            right = [agrees(plain, candidates, batch, scores, int(member)) for member in sampled]
         return sum(right) >= SAMPLED - 1
 
     def _slow_down(self) -> Evaluator:
-        """The one way that is right whatever the module does, from here on."""
+        """From here on float32 or, where that is not it, the one way that is right whatever the module does."""
         assert self.plan is not None
-        settled = Settled(
-            Plan(1, "alone", vectorised=False, dropout=self.plan.dropout),
-            "scores of sampled members are no longer those of the model by itself",
-        )
+        if self.plan.dtype == "bfloat16":
+            settled = Settled(replace(self.plan, dtype="float32"), "bfloat16 no longer tells them apart")
+        else:
+            reason = "scores of sampled members are no longer those of the model by itself"
+            settled = Settled(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout), reason)
         warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
         self.adopt(settled.plan)
         return self.prepare(None)

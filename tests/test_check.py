@@ -17,7 +17,7 @@ from germline.noise import WORD, Stream
 from germline.objective import Batch, Objective, seeded_generators
 from germline.population import Plan, SlowPath
 from germline.strategies import Candidates, OpenAIES
-from tests.nets import HOSTILE, DrawsFromTorch, Hostile, LeavesTorch, LooksAtTheBatchSize
+from tests.nets import HOSTILE, DrawsFromTorch, HasHooks, Hostile, LeavesTorch, LooksAtTheBatchSize
 
 P, SIGMA = 20, 0.1
 
@@ -94,6 +94,19 @@ def test_sampled_members_are_checked_during_a_run() -> None:
     candidates = core.strategy.ask(core.state, core.noise, CHECK_EVERY + 1, again.values)
     assert np.allclose(again.scores, fresh_scores(core, candidates, batch), rtol=1e-4)
     assert not np.array_equal(again.scores, told.scores)
+
+
+def test_bfloat16_is_left_when_it_no_longer_tells_members_apart() -> None:
+    core, batch = setting(HasHooks, dtype="bfloat16")
+    core.prepare(batch)
+    assert core.plan is not None
+    assert core.plan.dtype == "bfloat16"
+    core.strategy = OpenAIES(population=P, sigma=1e-5)  # far less than 8 bits can show
+    with pytest.warns(SlowPath, match="in float32, because bfloat16 no longer tells them apart"):
+        told = core.evaluate(1, batch)
+    assert core.plan == Plan(core.plan.block, "twins")
+    candidates = core.strategy.ask(core.state, core.noise, 1, told.values)
+    assert np.allclose(told.scores, fresh_scores(core, candidates, batch), rtol=1e-5)
 
 
 def test_a_score_that_leaves_torch_is_computed_member_by_member() -> None:

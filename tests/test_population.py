@@ -27,6 +27,7 @@ from germline.population import (
     refresh_statistics,
     settle,
 )
+from germline.population.check import WORTH_IT, multiplies_in_16_bits, work
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, inputs_of
 
@@ -235,6 +236,10 @@ def test_bfloat16_is_taken_where_ranks_survive_it() -> None:
     scores = [Local("cpu").evaluate(make(plan), candidates, P, batch) for plan in (settled.plan, asked.plan)]
     assert np.corrcoef(scores[0], scores[1])[0, 1] > 0.99
     assert not np.array_equal(scores[0], scores[1])
+    # by auto too, where it is worth it and the processor has it
+    fast = multiplies_in_16_bits(torch.device("cpu"))
+    assert work(make, batch) > WORTH_IT
+    assert in_type(make, settled, "auto", candidates, batch) == (asked if fast else settled)
     # a sigma that 8 bits cannot show: the scores differ by rounding alone
     tiny = Candidates(candidates.field, 4, candidates.centre, 1e-6)
     assert in_type(make, settled, "auto", tiny, batch) == settled
@@ -264,6 +269,6 @@ def test_the_block_is_a_function_of_the_problem() -> None:
         return block_size(population, Genome.of(module), module, Batch.of((torch.zeros(shape), torch.zeros(1))))
 
     small, large = nn.Linear(9, 9), nn.Linear(5000, 2000)
-    assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [32, 10, 22, 18]  # equal, whole pairs, little padding
+    assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [64, 10, 34, 34]  # in equal parts, of whole pairs
     assert size(256, large, 4, 5000) == 2  # of its weights: 40 MB
-    assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 6  # of what it makes of a batch: 2 MB at a time
+    assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 16  # of what it makes of a batch: 2 MB at a time

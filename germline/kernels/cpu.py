@@ -164,7 +164,8 @@ def perturb_outer_rows(first, last, out, theta, a, b, scale, skip):
 
 
 @compiled
-def blend_rows(out, shared, thin, thick, bias, scales, where):
+def blend_rows(out, shared, thin, thick, bias, scales, where, relu):
+    zero = out.dtype.type(0)
     for i in range(out.shape[0]):
         address, scale, own = where[i], out.dtype.type(scales[i]), bias[i]
         for j in range(out.shape[1]):
@@ -176,22 +177,56 @@ def blend_rows(out, shared, thin, thick, bias, scales, where):
                 factor, t = thick[address, r], scale * thin[j, address, r]
                 for k in range(to.size):
                     to[k] += t * factor[k]
+            if relu:
+                for k in range(to.size):
+                    to[k] = zero if to[k] <= zero else to[k]
 
 
 @compiled
-def blend_maps(out, shared, thin, thick, bias, scales, where):
+def blend_maps(out, shared, thin, thick, bias, scales, where, relu, window):
+    """A map at a time goes through a scratch vector, and is pooled on its way out where there is a window."""
+    high, wide, kernel_high, kernel_wide, down, across = window
+    zero, line = out.dtype.type(0), np.empty(shared.shape[2], out.dtype)
+    row = np.empty(wide, out.dtype)
     for i in range(out.shape[0]):
         address, scale = where[i], out.dtype.type(scales[i])
         for j in range(out.shape[1]):
             for k in range(out.shape[2]):
                 to, base, own = out[i, j, k], shared[j, k], bias[i, k]
                 source, t = thin[j, address, 0], scale * thick[address, 0, k]
-                for p in range(to.size):
-                    to[p] = base[p] + own + t * source[p]
+                for p in range(line.size):
+                    line[p] = base[p] + own + t * source[p]
                 for r in range(1, thick.shape[1]):
                     more, t = thin[j, address, r], scale * thick[address, r, k]
-                    for p in range(to.size):
-                        to[p] += t * more[p]
+                    for p in range(line.size):
+                        line[p] += t * more[p]
+                if relu:
+                    for p in range(line.size):
+                        line[p] = zero if line[p] <= zero else line[p]
+                if not high:
+                    for p in range(line.size):
+                        to[p] = line[p]
+                    continue
+                columns = (wide - kernel_wide) // across + 1
+                for y in range(to.size // columns):
+                    top = line[y * down * wide : (y * down + 1) * wide]
+                    for c in range(wide):
+                        row[c] = top[c]
+                    for a in range(1, kernel_high):
+                        under = line[(y * down + a) * wide : (y * down + a + 1) * wide]
+                        for c in range(wide):
+                            row[c] = under[c] if (under[c] > row[c]) | (under[c] != under[c]) else row[c]
+                    if kernel_wide == 2 and across == 2:
+                        for c in range(columns):
+                            left, right = row[2 * c], row[2 * c + 1]
+                            to[y * columns + c] = right if (right > left) | (right != right) else left
+                    else:
+                        for c in range(columns):
+                            best = row[c * across]
+                            for b in range(1, kernel_wide):
+                                v = row[c * across + b]
+                                best = v if (v > best) | (v != v) else best
+                            to[y * columns + c] = best
 
 
 @cache
@@ -247,13 +282,24 @@ def accumulate(out: Array, weights: Array, address: Address, reading: Reading, c
     share(accumulate_tiles, tiles_of(address.start, out.size), *arguments, tiles_per_unit=weights.size)
 
 
-def blend_outer(out: Array, shared: Array, thin: Array, thick: Array, bias: Array, scales: Array, where: Array) -> None:
+def blend_outer(
+    out: Array,
+    shared: Array,
+    thin: Array,
+    thick: Array,
+    bias: Array,
+    scales: Array,
+    where: Array,
+    relu: bool,
+    window: tuple[int, ...] | None,
+) -> None:
     """out[i, j, k] = shared[j, k] + bias[i, k] + scales[i] * sum over r of thin[j, a, r] thick[a, r, k], a = where[i].
 
-    The last axis, of positions, belongs to out, shared and thin. By the calling thread alone: blocks of members are
+    The last axis, of positions, belongs to out, shared and thin. Then relu, then the largest in each window, given as
+    the height and width of a map, of the window, and of a step. By the calling thread alone: blocks of members are
     already shared out among threads.
     """
-    if out.shape[3] == 1:
-        blend_rows(out[..., 0], shared[..., 0], thin[..., 0], thick, bias, scales, where)
+    if out.shape[3] == 1 and window is None:
+        blend_rows(out[..., 0], shared[..., 0], thin[..., 0], thick, bias, scales, where, relu)
     else:
-        blend_maps(out, shared, thin, thick, bias, scales, where)
+        blend_maps(out, shared, thin, thick, bias, scales, where, relu, window or (0,) * 6)

@@ -5,12 +5,23 @@ way: members are dealt to blocks by their number, the last block is padded, each
 copies that begin at aligned addresses, by a plan that is settled once for the run and stands in its header.
 """
 
-from germline.population.check import DType, Settled, SlowPath, agrees, in_type, settle
+from germline.population.check import (
+    SURVIVAL,
+    DType,
+    Settled,
+    SlowPath,
+    agrees,
+    correlation,
+    in_type,
+    scores_of,
+    settle,
+)
 from germline.population.evaluator import METHODS, Evaluator, Plan, exact_arithmetic, prepared, refresh_statistics
 from germline.population.size import block_size
 
 __all__ = [
     "METHODS",
+    "SURVIVAL",
     "DType",
     "Evaluator",
     "Plan",
@@ -18,9 +29,11 @@ __all__ = [
     "SlowPath",
     "agrees",
     "block_size",
+    "correlation",
     "exact_arithmetic",
     "in_type",
     "prepared",
     "refresh_statistics",
+    "scores_of",
     "settle",
 ]

@@ -1,4 +1,4 @@
-"""What all members share, their own noise and their bias, put together in one pass."""
+"""What all members share, their own noise, their bias and what follows, put together in one pass."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.kernels import kernels_of, raw
+from germline.population.pending import After, MaxPool, Relu, finish
 
 Scales = NDArray[np.float64]  # of the noise of each member
 Where = NDArray[np.int64]  # the address of each member
@@ -19,31 +20,48 @@ def blend_outer(
     scales: Scales,
     where: Where,
     bias: torch.Tensor | None,
+    after: After,
 ) -> torch.Tensor:
     """shared + scale_i thin_i thick_i^T + bias_i for each member i, whose noise is at address where_i.
 
     ``shared`` is (n, R) or (n, R, ...), ``thin`` (n, addresses * rank) or (n, addresses * rank, ...), ``thick``
-    (addresses, R, rank), ``bias`` (members, R); the result is (members, *shared.shape).
+    (addresses, R, rank), ``bias`` (members, R); the result is (members, *shared.shape), or what ``after`` makes of it.
     """
     members, (n, rows), (addresses, _, rank) = len(scales), shared.shape[:2], thick.shape
-    positions = shared.shape[2:].numel()
+    positions = shared.shape[2:]
     dtype = torch.float64 if shared.dtype == torch.float64 else torch.float32
-    out = torch.empty(members, n, rows, positions, dtype=dtype, device=shared.device)
-    base = shared.reshape(n, rows, positions).to(dtype)
-    thin = thin.reshape(n, addresses, rank, positions).to(dtype)
+    base = shared.reshape(n, rows, -1).to(dtype)
+    thin = thin.reshape(n, addresses, rank, -1).to(dtype)
     thick = thick.transpose(1, 2).to(dtype).contiguous()  # (a, r, R)
-    bias = (
-        torch.zeros(members, rows, dtype=dtype, device=shared.device) if bias is None else bias.to(dtype).contiguous()
-    )
+    bias = base.new_zeros(members, rows) if bias is None else bias.to(dtype).contiguous()
     if shared.device.type == "cpu":
+        relu, pool, rest = in_one_pass(after, len(positions))
+        sizes = pooled(positions, pool) if pool is not None else positions
+        out = base.new_empty(members, n, rows, sizes.numel())
         arrays = (raw(x) for x in (out, base.contiguous(), thin.contiguous(), thick, bias))
-        kernels_of(shared.device).blend_outer(*arrays, scales, where)
-    else:
-        scale = torch.from_numpy(scales).to(shared.device, dtype)
-        for i, address in enumerate(where.tolist()):
-            correction = torch.einsum("nrp,rk->nkp", thin[:, address], thick[address] * scale[i])
-            torch.add(base, correction + bias[i, :, None], out=out[i])
-    return out.view(members, *shared.shape).to(shared.dtype)
+        window = (*positions, *pool.kernel, *pool.stride) if pool is not None else None
+        kernels_of(shared.device).blend_outer(*arrays, scales, where, relu, window)
+        return finish(out.view(members, n, rows, *sizes).to(shared.dtype), rest)
+    out = base.new_empty(members, n, rows, positions.numel())
+    scale = torch.from_numpy(scales).to(shared.device, dtype)
+    for i, address in enumerate(where.tolist()):
+        correction = torch.einsum("nrp,rk->nkp", thin[:, address], thick[address] * scale[i])
+        torch.add(base, correction + bias[i, :, None], out=out[i])
+    return finish(out.view(members, *shared.shape).to(shared.dtype), after)
+
+
+def in_one_pass(after: After, dimensions: int) -> tuple[bool, MaxPool | None, After]:
+    """How much of what follows the kernel does itself: an activation, then a pooling of images; and the rest."""
+    relu = bool(after) and isinstance(after[0], Relu)
+    rest = after[1:] if relu else after
+    if rest and dimensions == 2 and isinstance(rest[0], MaxPool):
+        return relu, rest[0], rest[1:]
+    return relu, None, rest
+
+
+def pooled(positions: torch.Size, pool: MaxPool) -> torch.Size:
+    sizes = zip(positions, pool.kernel, pool.stride, strict=True)
+    return torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in sizes])
 
 
 def blend(
@@ -52,13 +70,15 @@ def blend(
     scales: Scales,
     where: Where,
     bias: torch.Tensor | None,
+    after: After,
 ) -> torch.Tensor:
     """shared + scale_i noise(where_i) + bias_i for each member i; the noise of an address is made once."""
-    out = shared.new_empty((len(scales), *shared.shape))
+    members: list[torch.Tensor] = [shared] * len(scales)
     for address in range(int(where.max()) + 1):
         term = noise(address)
         for i in np.flatnonzero(where == address).tolist():
-            torch.add(shared, term, alpha=float(scales[i]), out=out[i])
-    if bias is not None:
-        out += bias.view(len(scales), 1, -1, *(1,) * (shared.dim() - 2))
-    return out
+            one = torch.add(shared, term, alpha=float(scales[i]))
+            if bias is not None:
+                one += bias[i].view(-1, *(1,) * (shared.dim() - 2))
+            members[i] = finish(one, after)
+    return torch.stack(members)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.flop_counter import FlopCounterMode
 
 from germline.errors import BadInput
 from germline.objective import Batch, seeded_generators, tensors_in
@@ -27,6 +28,7 @@ Make = Callable[[Plan], Evaluator]
 TOLERANCE = 1e-3  # of an output's size, in float32: far above rounding, far below what missing noise does
 ODD = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
 SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must keep
+WORTH_IT = 10_000_000  # operations of a member's products: with fewer, converting costs what multiplying saves
 
 
 class SlowPath(UserWarning):
@@ -42,7 +44,7 @@ class Settled:
     seconds: float = 0.0  # of a member
 
     def sentence(self) -> str:
-        how = METHODS[self.plan.method]
+        how = METHODS[self.plan.method] + (", in float32" if "bfloat16" in (self.reason or "") else "")
         if self.plan.block > 1 and not self.plan.vectorised:
             how += ", and scored one by one"
         price = f" (about {1e3 * self.seconds:.2g} ms each)" if self.seconds else ""
@@ -167,13 +169,13 @@ def in_type(make: Make, settled: Settled, dtype: DType, candidates: Candidates, 
             how = METHODS[settled.plan.method]
             raise BadInput(f"There is no bfloat16 for a model that is evaluated {how}: use float32.")
         return settled
-    if dtype == "auto" and not worth_narrowing(candidates):
+    if dtype == "auto" and not (multiplies_in_16_bits(make(settled.plan).device) and work(make, batch) >= WORTH_IT):
         return settled
     narrow = replace(settled.plan, dtype="bfloat16")
-    members = np.arange(2 * settled.plan.block)
+    count = 2 * settled.plan.block
     try:
         with seeded_generators(1):
-            scores = [scores_of(make(plan), candidates, batch, members) for plan in (settled.plan, narrow)]
+            scores = [scores_of(make(plan), candidates, batch, count) for plan in (settled.plan, narrow)]
     except Exception as error:
         if dtype == "auto":
             return settled
@@ -182,16 +184,28 @@ def in_type(make: Make, settled: Settled, dtype: DType, candidates: Candidates, 
     return replace(settled, plan=narrow) if survives or dtype == "bfloat16" else settled
 
 
-def worth_narrowing(candidates: Candidates) -> bool:
-    return False
+def multiplies_in_16_bits(device: torch.device) -> bool:
+    """Whether products in bfloat16 are faster there."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    found: Any = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return device.type == "cpu" and bool(found())
 
 
-def scores_of(
-    evaluator: Evaluator, candidates: Candidates, batch: Batch, members: NDArray[np.int64]
-) -> NDArray[np.float32]:
+def work(make: Make, batch: Batch) -> int:
+    """The floating-point operations of the products of one member."""
+    plain, batch = make(Plan(1, "loop", vectorised=False)).module, batch.copied()
+    with seeded_generators(0), FlopCounterMode(display=False) as counter:
+        plain(*batch.args, **batch.kwargs)
+    return int(counter.get_total_flops())
+
+
+@torch.no_grad()
+def scores_of(evaluator: Evaluator, candidates: Candidates, batch: Batch, count: int) -> NDArray[np.float32]:
+    """The scores of the first few members."""
     generation = evaluator.generation(candidates, batch)
-    blocks = members.reshape(-1, evaluator.plan.block)
-    return np.concatenate([evaluator.score_block(generation, block) for block in blocks])
+    blocks = evaluator.blocks(count)
+    return np.concatenate([evaluator.score_block(generation, block) for block in blocks])[:count]
 
 
 def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
@@ -202,16 +216,13 @@ def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 
 @torch.no_grad()
-def agrees(
-    plan: Plan, plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArray[np.float32], member: int
-) -> bool:
+def agrees(plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArray[np.float32], member: int) -> bool:
     """Whether a member's score is that of a plain copy of the module, as far as its rank could tell."""
     want = float(plain.one_by_one(plain.generation(candidates, batch), member))
     got, finite = float(scores[member]), scores[np.isfinite(scores)]
     if not (np.isfinite(want) and np.isfinite(got)):
         return bool(np.isfinite(want) == np.isfinite(got))
-    part = 0.05 if plan.dtype == "float32" else 1.0
-    room = part * float(finite.std()) + 1e-4 * abs(want)
+    room = 0.05 * float(finite.std()) + 1e-4 * abs(want)
     return abs(got - want) <= room + count_of(np.array([want]), batch.size)
 
 

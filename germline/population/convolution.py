@@ -3,14 +3,25 @@
 import torch
 
 from germline.population.blend import blend, blend_outer
-from germline.population.layer import Call, Outputs, each, one
+from germline.population.layer import Call, Outputs, one
+from germline.population.pending import finish
+
+
+def member_by_member(call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Grouped convolutions would do all members at once, but torch is slower at them."""
+    weight, bias = call.weights("weight"), call.weights("bias")
+    assert weight is not None
+    inputs = x if call.batched[0] else [x] * call.block.size
+    biases = [None] * call.block.size if bias is None else bias
+    convolve = call.module._conv_forward
+    return torch.stack([finish(convolve(*of_one), call.after) for of_one in zip(inputs, weight, biases, strict=True)])
 
 
 def convolution(call: Call) -> Outputs:
     (x,) = call.inputs
     several = x.dim() == len(call.module.kernel_size) + 2  # examples, and not a single one
     if not (call.shared_input and call.separable("weight") and call.module.groups == 1 and several):
-        return each(call)
+        return one(member_by_member(call, x))
     block, index = call.block, call.layer.slots["weight"]
 
     def convolved(weight: torch.Tensor) -> torch.Tensor:
@@ -22,5 +33,6 @@ def convolution(call: Call) -> Outputs:
     if matrix is not None:
         a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
         filters = b.transpose(1, 2).reshape(-1, *block.slot(index).shape[1:])  # (a r, channels, *kernel)
-        return one(blend_outer(product, convolved(filters), a, scales, block.where, bias))
-    return one(blend(product, lambda j: convolved(block.noise_at(index, j, x.dtype)), scales, block.where, bias))
+        return one(blend_outer(product, convolved(filters), a, scales, block.where, bias, call.after))
+    noise = lambda j: convolved(block.noise_at(index, j, x.dtype))  # noqa: E731
+    return one(blend(product, noise, scales, block.where, bias, call.after))

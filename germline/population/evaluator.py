@@ -19,6 +19,7 @@ from germline.genome import Genome
 from germline.noise import WORD, Field, Stream
 from germline.objective import Batch, Objective, seeded_generators, tensors_in
 from germline.population.block import Block, Generation, here
+from germline.population.pending import settled
 from germline.population.pooling import FasterFunctions
 from germline.population.twins import twinned, with_dropout
 from germline.strategies.base import Candidates
@@ -108,8 +109,8 @@ class Evaluator:
             def forward(number: torch.Tensor, named: dict[str, torch.Tensor]) -> Any:
                 block.number = number
                 if not named and not buffers:
-                    return module(*batch.args, **batch.kwargs)
-                return functional_call(module, named | buffers, batch.args, batch.kwargs)
+                    return settled(module(*batch.args, **batch.kwargs))
+                return settled(functional_call(module, named | buffers, batch.args, batch.kwargs))
 
             # a tied parameter goes by its first name alone: functional_call knows the others
             slots = enumerate(self.genome.slots) if self.plan.method == "vmap" else ()

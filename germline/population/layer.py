@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from germline.population.block import Block
+from germline.population.pending import After, finish
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Call:
     inputs: list[torch.Tensor]
     batched: list[bool]  # which inputs differ between members: these have the members first
     forward: Callable[[int], Any]  # the layer's own forward for one member
+    after: After = ()  # what is to be done with the output, while it is at hand
 
     @property
     def shared_input(self) -> bool:
@@ -65,7 +67,8 @@ def each(call: Call) -> Outputs:
     outputs: list[torch.Tensor] = []
     for member in range(call.block.size):
         with at_hand(call.block, member):
-            results, shape = tree_flatten(call.forward(member))
+            output = call.forward(member)
+            results, shape = tree_flatten(finish(output, call.after) if call.after else output)
         if not outputs:
             outputs = [x.new_empty((call.block.size, *x.shape)) for x in results]
         for output, result in zip(outputs, results, strict=True):

@@ -14,17 +14,25 @@ import torch.nn.functional as F
 
 from germline.population.blend import blend, blend_outer
 from germline.population.layer import Call, Outputs, one
+from germline.population.pending import finish
+
+SMALL = 1 << 21  # multiplications
 
 
 def linear(call: Call) -> Outputs:
     (x,) = call.inputs
-    if call.shared_input and call.separable("weight"):
+    if call.shared_input and call.separable("weight") and worth_sharing(call, x):
         return one(shared(call, x))
     weight = call.weights("weight")
     assert weight is not None
-    return one(
-        batched_linear(x if call.batched[0] else x.expand(call.block.size, *x.shape), weight, call.weights("bias"))
-    )
+    x = x if call.batched[0] else x.expand(call.block.size, *x.shape)
+    return one(finish(batched_linear(x, weight, call.weights("bias")), call.after))
+
+
+def worth_sharing(call: Call, x: torch.Tensor) -> bool:
+    """Dense noise is multiplied address by address: not where a product is done sooner than its call."""
+    index = call.layer.slots["weight"]
+    return call.block.matrix(index) is not None or x.numel() * call.block.slot(index).shape[0] >= SMALL
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -44,7 +52,8 @@ def shared(call: Call, x: torch.Tensor) -> torch.Tensor:
     if matrix is not None:
         a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
         thin = F.linear(rows, b.transpose(1, 2).flatten(0, 1))  # (n, a r)
-        out = blend_outer(product, thin, a, scales, block.where, bias)
+        out = blend_outer(product, thin, a, scales, block.where, bias, call.after)
     else:
-        out = blend(product, lambda j: F.linear(rows, block.noise_at(index, j, x.dtype)), scales, block.where, bias)
+        noise = lambda j: F.linear(rows, block.noise_at(index, j, x.dtype))  # noqa: E731
+        out = blend(product, noise, scales, block.where, bias, call.after)
     return out.view(block.size, *x.shape[:-1], product.shape[-1])

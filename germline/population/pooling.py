@@ -52,4 +52,5 @@ class FasterFunctions(TorchFunctionMode):
     """While it is entered, functions that have a faster form are called in it, by this thread."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return FUNCTIONS.get(function, function)(*args, **(kwargs or {}))
+        plain = bool(args) and type(args[0]) is torch.Tensor  # others have a way of their own
+        return (FUNCTIONS.get(function, function) if plain else function)(*args, **(kwargs or {}))

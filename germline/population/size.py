@@ -10,8 +10,8 @@ from germline.genome import Genome
 from germline.objective import Batch, seeded_generators, tensors_in
 
 BLOCK_BYTES = 96 << 20  # of a block: what stays near the processor, not what the machine could hold
-LARGEST_BLOCK = 32
-LIVE = 4  # tensors of the largest size that are alive at once: a layer's input, its output, and what is between
+LARGEST_BLOCK = 64
+LIVE = 2  # tensors of the largest size that are alive at once: an input and an output
 
 
 def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None) -> int:

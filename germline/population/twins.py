@@ -20,6 +20,7 @@ from germline.population.dropout import SPATIAL, dropout
 from germline.population.embedding import embedding
 from germline.population.layer import Call, Layer, Rule, each
 from germline.population.linear import linear
+from germline.population.pending import After, Pending, settled
 from germline.population.recurrent import cell, recurrent
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -40,6 +41,7 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Bilinear: each,
     nn.EmbeddingBag: each,
 }
+LAZY = (linear, convolution)  # what follows them can be done in the same pass
 # Everything else (norms, attention, bare parameters, the user's own layers) computes as it does, under vmap, with the
 # weights of the block: torch's own rules are as good as any that could be written here.
 
@@ -98,23 +100,30 @@ def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
         block: Block = current()
         if block.member is not None:
             return layer.kind.forward(self, *args, **kwargs)
-        given, spec = tree_flatten((args, kwargs))
+        given, spec = tree_flatten(settled((args, kwargs)))
         tensors = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
-        shape_of_output: list[Any] = []
+        versions = [given[i]._version for i in tensors]
 
-        def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
-            def forward_of(member: int) -> Any:
-                values = list(given)
-                for i, x, has_members in zip(tensors, inputs, batched, strict=True):
-                    values[i] = x[member] if has_members else x
-                args, kwargs = tree_unflatten(values, spec)
-                return layer.kind.forward(self, *args, **kwargs)
+        def work(after: After) -> Any:
+            shape_of_output: list[Any] = []
 
-            outputs, shape = rule(Call(layer, self, block, inputs, batched, forward_of))
-            shape_of_output.append(shape)
-            return outputs
+            def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
+                def forward_of(member: int) -> Any:
+                    values = list(given)
+                    for i, x, has_members in zip(tensors, inputs, batched, strict=True):
+                        values[i] = x[member] if has_members else x
+                    args, kwargs = tree_unflatten(values, spec)
+                    return layer.kind.forward(self, *args, **kwargs)
 
-        outputs = block.through([given[i] for i in tensors], call)
-        return tree_unflatten(outputs, shape_of_output[0])
+                outputs, shape = rule(Call(layer, self, block, inputs, batched, forward_of, after))
+                shape_of_output.append(shape)
+                return outputs
+
+            if versions != [given[i]._version for i in tensors]:
+                raise RuntimeError("the input of a layer was changed in place before its output was used")
+            outputs = block.through([given[i] for i in tensors], call)
+            return tree_unflatten(outputs, shape_of_output[0])
+
+        return Pending.of(work) if rule in LAZY else work(())
 
     return forward
