@@ -138,6 +138,42 @@ class Siamese(nn.Module):
         return {"near": self.heads["near"](torch.cat([a, b], -1)), "far": self.heads["far"](a - b)}
 
 
+class UsesOutputsTwice(nn.Module):
+    """Before an activation and after it, in place and not, with a view and a sum between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        before = self.one(x)
+        after = F.relu(before)
+        hidden = self.two(after + before)
+        kept = hidden
+        hidden.relu_()  # which changes what kept is, too
+        last = self.three(kept)
+        return before, kept, last, torch.relu(last).view(-1, 2)
+
+
+class Pools(nn.Module):
+    """Convolutions with poolings of several kinds behind them, of images that all members share and of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        first = F.max_pool2d(F.relu(self.one(x)), 2)
+        return [
+            F.max_pool2d(self.one(x), 3, 2),
+            F.max_pool2d(torch.relu(self.two(first)), (2, 1)),
+            F.max_pool2d(self.two(first), 2, padding=1),
+            F.max_pool2d(self.two(first), 2, ceil_mode=True),
+            F.max_pool2d(F.max_pool2d(self.one(x).relu(), 2, 1), 2, 1),
+            F.max_pool1d(self.one(x).flatten(2).relu(), 2),
+        ]
+
+
 NETS: dict[str, tuple[type[nn.Module], tuple[Any, ...]]] = {
     "LeNet": (LeNet, ((5, 1, 28, 28),)),
     "U-Net": (UNet, ((3, 1, 16, 16),)),
@@ -147,6 +183,8 @@ NETS: dict[str, tuple[type[nn.Module], tuple[Any, ...]]] = {
     "residual block": (ResidualBlock, ((5, 3, 8, 8),)),
     "tied autoencoder": (TiedAutoencoder, ((5, 6),)),
     "siamese": (Siamese, ((5, 6), (5, 6))),
+    "outputs used twice": (UsesOutputsTwice, ((5, 6),)),
+    "pools": (Pools, ((5, 2, 11, 12),)),
 }
 
 
