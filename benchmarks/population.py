@@ -166,7 +166,8 @@ def peak_at(population: int) -> int:
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from population import ROWS, Work, generation, peak_memory
+from germline.run import peak_memory
+from population import Work, generation
 for rank in (None, 1):
     step = generation(Work("mlp", {population}, 256), rank, "float32")
     step(), step()

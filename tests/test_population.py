@@ -2,6 +2,8 @@
 
 import copy
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,7 @@ from germline.population import (
     refresh_statistics,
     settle,
 )
+from germline.population.buffers import arrays, empty
 from germline.population.check import WORTH_IT, multiplies_in_16_bits, work
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, inputs_of
@@ -272,3 +275,47 @@ def test_the_block_is_a_function_of_the_problem() -> None:
     assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [64, 10, 34, 34]  # in equal parts, of whole pairs
     assert size(256, large, 4, 5000) == 2  # of its weights: 40 MB
     assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 16  # of what it makes of a batch: 2 MB at a time
+
+
+PEAK = """
+import torch, torch.nn.functional as F
+from torch import nn
+from germline.core import Core
+from germline.fleet import Local
+from germline.objective import Batch, Objective
+from germline.run import peak_memory
+from germline.strategies import OpenAIES
+batch = Batch.of((torch.randn(32, 784), torch.randint(0, 10, (32,))))
+for rank in (None, 1):
+    module = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
+    core = Core(module, OpenAIES(population={population}, rank=rank), Objective(F.cross_entropy), Local("cpu"), 0)
+    for generation in range(2):
+        core.tell(core.evaluate(generation, batch))
+print(peak_memory())
+"""
+
+
+def test_memory_does_not_grow_with_the_population() -> None:
+    """All perturbed weights of 4,096 members would be 3.9 GB."""
+    peaks = []
+    for population in (256, 4096):
+        code = PEAK.format(population=population)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+    assert peaks[1] < 1.1 * peaks[0]
+
+
+def test_memory_is_used_again_when_nobody_holds_it() -> None:
+    like = torch.zeros(())
+    first = empty((300, 300), like)
+    second = empty((300, 300), like)
+    assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
+    assert first.data_ptr() != second.data_ptr()
+    place, view = first.data_ptr(), first[10:20].t()
+    del first
+    assert empty((300, 300), like).data_ptr() != place  # a view of it is still in use
+    del view
+    assert empty((300, 300), like).data_ptr() == place
+    for size in range(300, 400):  # many sizes are not kept for ever
+        empty((300, size), like)
+    assert len(arrays.of_size) <= 64

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.kernels import kernels_of, raw
+from germline.population.buffers import empty, stacked
 from germline.population.pending import After, MaxPool, Relu, finish
 
 Scales = NDArray[np.float64]  # of the noise of each member
@@ -37,7 +38,7 @@ def blend_outer(
     if shared.device.type == "cpu":
         relu, pool, rest = in_one_pass(after, len(positions))
         sizes = pooled(positions, pool) if pool is not None else positions
-        out = base.new_empty(members, n, rows, sizes.numel())
+        out = empty((members, n, rows, sizes.numel()), base)
         arrays = (raw(x) for x in (out, base.contiguous(), thin.contiguous(), thick, bias))
         window = (*positions, *pool.kernel, *pool.stride) if pool is not None else None
         kernels_of(shared.device).blend_outer(*arrays, scales, where, relu, window)
@@ -81,4 +82,4 @@ def blend(
             if bias is not None:
                 one += bias[i].view(-1, *(1,) * (shared.dim() - 2))
             members[i] = finish(one, after)
-    return torch.stack(members)
+    return stacked(members)

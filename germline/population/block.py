@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from germline.genome import Genome, Slot
 from germline.noise import Field, Matrix, Noise, Stream, significant
 from germline.objective import Batch, tensors_in
+from germline.population.buffers import empty
 from germline.strategies.base import Candidates
 
 Call = Callable[[list[torch.Tensor], list[bool]], list[torch.Tensor]]
@@ -65,7 +66,7 @@ class Block:
     members: NDArray[np.int64]
     number: torch.Tensor | None = None  # of a member in the block, as vmap sees it; None while there is no vmap
     member: int | None = None  # the one at hand while a layer goes through the members one by one
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)  # those that vmap is making now
     drawn: int = 0  # elements of the dropout stream that have been used
     made: dict[int, torch.Tensor] = field(default_factory=dict)  # weights of all members
     seen: dict[int, torch.Tensor] = field(default_factory=dict)  # the same, as vmap shows them
@@ -88,7 +89,9 @@ class Block:
         """A parameter of all members: (members, *shape)."""
         if index not in self.made:
             slot = self.slot(index)
-            made = self.generation.candidates.weights(self.members, slot.start, slot.stop)
+            candidates = self.generation.candidates
+            memory = empty((self.size, slot.stop - slot.start), candidates.centre)
+            made = candidates.weights(self.members, slot.start, slot.stop, memory)
             self.made[index] = made.view(self.size, *slot.shape).to(self.generation.type_of(slot))
             self.generation.read.add(index)
         return self.made[index]
@@ -105,7 +108,10 @@ class Block:
         """A call that vmap makes once for the whole block: inputs and outputs have the members first."""
         assert self.number is not None
         self.calls.append(call)
-        outputs: list[torch.Tensor] = layer(list(inputs), self.number, len(self.calls) - 1)
+        try:
+            outputs: list[torch.Tensor] = layer(list(inputs), self.number, len(self.calls) - 1)
+        finally:
+            self.calls.pop()  # it knows this block: a circle, which would live on until it is searched for
         return outputs
 
     # The noise beside the centre, for layers that are linear in their weights

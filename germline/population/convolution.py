@@ -3,6 +3,7 @@
 import torch
 
 from germline.population.blend import blend, blend_outer
+from germline.population.buffers import stacked
 from germline.population.layer import Call, Outputs, one
 from germline.population.pending import finish
 
@@ -14,7 +15,7 @@ def member_by_member(call: Call, x: torch.Tensor) -> torch.Tensor:
     inputs = x if call.batched[0] else [x] * call.block.size
     biases = [None] * call.block.size if bias is None else bias
     convolve = call.module._conv_forward
-    return torch.stack([finish(convolve(*of_one), call.after) for of_one in zip(inputs, weight, biases, strict=True)])
+    return stacked([finish(convolve(*of_one), call.after) for of_one in zip(inputs, weight, biases, strict=True)])
 
 
 def convolution(call: Call) -> Outputs:

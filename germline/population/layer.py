@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from germline.population.block import Block
+from germline.population.buffers import empty
 from germline.population.pending import After, finish
 
 
@@ -70,7 +71,7 @@ def each(call: Call) -> Outputs:
             output = call.forward(member)
             results, shape = tree_flatten(finish(output, call.after) if call.after else output)
         if not outputs:
-            outputs = [x.new_empty((call.block.size, *x.shape)) for x in results]
+            outputs = [empty((call.block.size, *x.shape), x) for x in results]
         for output, result in zip(outputs, results, strict=True):
             output[member] = result
     return outputs, shape

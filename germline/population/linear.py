@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from germline.population.blend import blend, blend_outer
+from germline.population.buffers import empty
 from germline.population.layer import Call, Outputs, one
 from germline.population.pending import finish
 
@@ -39,7 +40,8 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     """A linear layer for each member: x is (m, ..., C), weight (m, R, C), bias (m, R)."""
     rows = x.reshape(len(x), -1, x.shape[-1])  # (m, n, C)
     across = weight.transpose(1, 2)  # (m, C, R)
-    product = torch.bmm(rows, across) if bias is None else torch.baddbmm(bias[:, None, :], rows, across)
+    out = empty((*rows.shape[:2], across.shape[2]), rows)
+    product = torch.bmm(rows, across, out=out) if bias is None else torch.baddbmm(bias[:, None], rows, across, out=out)
     return product.view(*x.shape[:-1], product.shape[-1])
 
 
