@@ -78,7 +78,7 @@ def blend(
     for address in range(int(where.max()) + 1):
         term = noise(address)
         for i in np.flatnonzero(where == address).tolist():
-            one = torch.add(shared, term, alpha=float(scales[i]))
+            one = torch.add(shared, term, alpha=float(scales[i]), out=empty(tuple(shared.shape), shared))
             if bias is not None:
                 one += bias[i].view(-1, *(1,) * (shared.dim() - 2))
             members[i] = finish(one, after)
