@@ -29,8 +29,8 @@ class MaxPool:
     stride: tuple[int, int]
 
     def __call__(self, x: Tensor) -> Tensor:
-        pooled: Tensor = max_pool2d(x, self.kernel, self.stride)
-        return pooled
+        pooled: Tensor = max_pool2d(x.reshape(-1, *x.shape[-3:]), self.kernel, self.stride)
+        return pooled.view(*x.shape[:-2], *pooled.shape[-2:])
 
 
 After = tuple[Relu | MaxPool, ...]  # what is done with a layer's output; may write to it
@@ -47,17 +47,9 @@ def relu(x: Tensor, inplace: bool = False) -> Relu | None:
     return Relu()
 
 
-def pool(
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> MaxPool | None:
-    if ceil_mode or return_indices or pair(padding) != (0, 0) or pair(dilation) != (1, 1):
-        return None
+def pool(x: Tensor, kernel_size: Any, stride: Any = None, *more: Any, **settings: Any) -> MaxPool | None:
+    if any(pair(value) != USUAL.get(name, (0, 0)) for name, value in settings.items()) or more:
+        return None  # a padding, a dilation or the like
     return MaxPool(pair(kernel_size), pair(kernel_size if stride is None else stride))
 
 
@@ -65,6 +57,7 @@ FUSIBLE: dict[Any, Callable[..., Relu | MaxPool | None]] = {
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), relu),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), pool),
 }
+USUAL = {"dilation": (1, 1)}
 IN_PLACE = (torch.relu_, Tensor.relu_)
 
 
