@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import germline as gl
 from germline.core import CHECK_EVERY, Core
 from germline.fleet import Local
 from germline.genome import Genome
@@ -117,6 +119,19 @@ def test_a_score_that_leaves_torch_is_computed_member_by_member() -> None:
     assert core.plan == Plan(core.plan.block if core.plan else 0, "twins", vectorised=False)
 
 
+def test_a_score_that_changes_its_target_has_one_of_its_own() -> None:
+    core, batch = setting(LooksAtTheBatchSize)
+    before = batch.target.clone()
+    core.objective = Objective(lambda output, target: F.cross_entropy(output, target.add_(1).fmod_(3)))
+    with pytest.warns(SlowPath, match="in place"):
+        told = core.evaluate(0, batch)
+    assert core.plan == Plan(1, "alone", vectorised=False)
+    assert torch.equal(batch.target, before)
+    candidates = core.strategy.ask(core.state, core.noise, 0, told.values)
+    other = Batch(batch.args, {}, (before + 1) % 3, batch.size)
+    assert np.allclose(told.scores, fresh_scores(core, candidates, other), rtol=1e-4)
+
+
 def test_an_objective_of_the_model_is_nothing_to_complain_of() -> None:
     torch.manual_seed(0)
     objective = Objective(lambda model: model.weight.sum().item(), of_model=True)
@@ -129,3 +144,47 @@ def test_the_price_is_that_of_a_member() -> None:
     core, batch = setting(LeavesTorch)
     with pytest.warns(SlowPath, match=r"member by member \(about [0-9.e+-]+ ms each\), because .*item\(\)"):
         core.prepare(batch)
+
+
+class TurnsBad(nn.Module):
+    """Passes the first check; later it reads its weight in a way that twins do not answer."""
+
+    bad = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.layer._parameters.get("weight") if TurnsBad.bad else self.layer.weight
+        return F.linear(x, torch.zeros(3, 6) if weight is None else weight)
+
+
+def test_a_run_that_had_to_slow_down_is_resumed_likewise(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    data = (torch.randn(32, 6), torch.randint(0, 3, (32,)))
+    methods: list[str] = []
+
+    def watch(training: Any, row: Any) -> None:
+        methods.append(training.core.plan.method)
+        TurnsBad.bad = True
+
+    def run(generations: int, **where: Any) -> gl.Result:
+        return gl.train(
+            TurnsBad(),
+            data=data,
+            loss=F.cross_entropy,
+            strategy=OpenAIES(population=P, sigma=0.3),
+            generations=generations,
+            callbacks=[watch],
+            **where,
+        )
+
+    torch.manual_seed(1)
+    with pytest.warns(SlowPath, match="no longer"):
+        run(3, run=tmp_path / "run")
+    TurnsBad.bad = False
+    torch.manual_seed(1)
+    run(5, resume=tmp_path / "run")
+    assert methods == ["twins", "alone", "alone", "alone", "alone"]
+    TurnsBad.bad = False

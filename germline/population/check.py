@@ -112,9 +112,13 @@ def trial(
         name = missed(plain, candidates, batch, generation.read, sampled[0], expected[0])
         if name is not None:
             return None, f"{name} is used, but not read as an attribute of its own module"
-    if one_by_one:
-        return Settled(evaluator.plan, seconds=seconds), None
-    return scored(evaluator, generation, blocks[0], seconds)
+    try:
+        if one_by_one:
+            evaluator.score_block(generation, groups[0])
+            return Settled(evaluator.plan, seconds=seconds), None
+        return scored(evaluator, generation, blocks[0], seconds)
+    except Exception as error:
+        return None, f"of the score: {type(error).__name__}: {first_sentence(error)}"
 
 
 def scored(
