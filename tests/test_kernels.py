@@ -180,3 +180,45 @@ def test_many_threads_may_call_at_once() -> None:
     with ThreadPoolExecutor(8) as threads:
         together = list(threads.map(once, range(24)))
     assert all(same(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@both
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("rank", "positions"), [(1, 1), (3, 1), (1, 35), (2, 35)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_blends_are_those_of_the_reference(
+    kernels: ModuleType, rank: int, positions: int, relu: bool, dtype: Any
+) -> None:
+    rng = np.random.default_rng(rank + positions)
+    members, n, rows, addresses = 5, 19, 7, 3
+    shapes = [(n, rows, positions), (n, addresses, rank, positions), (addresses, rank, rows), (members, rows)]
+    arrays: list[Any] = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    arrays[0][3, 2, 0] = np.nan
+    scales, where = rng.standard_normal(members).astype(dtype), np.array([0, 2, 2, 1, 0])
+    expected, got = np.empty((2, members, n, rows, positions), dtype)
+    given: list[Any] = [*arrays, scales, where, relu, None]
+    reference.blend_outer(expected, *given)
+    if kernels is cpu:
+        cpu.blend_outer(got, *given)
+    else:
+        out, *tensors = (torch.from_numpy(array).to(GPU) for array in (got, *arrays, scales, where))
+        kernels.blend_outer(out, *tensors, relu)
+        got = out.cpu().numpy()
+    assert np.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [(5, 7, 2, 2, 2, 2), (5, 7, 3, 2, 1, 2), (5, 7, 2, 3, 3, 1), (5, 7, 5, 7, 1, 1)])
+def test_blends_are_pooled(window: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(1)
+    members, n, rows, rank = 3, 4, 2, 2
+    shapes = [(n, rows, 35), (n, 2, rank, 35), (2, rank, rows), (members, rows)]
+    arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    arrays[0][1, 1, 17] = np.nan
+    scales, where = rng.standard_normal(members), np.array([0, 1, 1])
+    high, wide, a, b, down, across = window
+    count = ((high - a) // down + 1) * ((wide - b) // across + 1)
+    expected, got = np.empty((2, members, n, rows, count), np.float32)
+    given: list[Any] = [*arrays, scales, where, True, window]
+    reference.blend_outer(expected, *given)
+    cpu.blend_outer(got, *given)
+    assert np.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -169,6 +169,38 @@ def _accumulate(
     _add(out + base, 7, t7, first, last)
 
 
+@triton.jit
+def _blend(
+    out, shared, thin, thick, bias, scales, where, n, rows, positions, addresses,
+    RANK: tl.constexpr, RELU: tl.constexpr, MAPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A tile of TALL examples and WIDE of the rows x positions outputs of one member."""
+    wide = rows * positions
+    tiles = tl.cdiv(n, TALL) * tl.cdiv(wide, WIDE)
+    program = tl.program_id(0).to(tl.int64)
+    member, tile = program // tiles, program % tiles
+    j = (tile // tl.cdiv(wide, WIDE)) * TALL + tl.arange(0, TALL)
+    q = (tile % tl.cdiv(wide, WIDE)) * WIDE + tl.arange(0, WIDE)
+    k, p = (q // positions, q % positions) if MAPS else (q, q * 0)
+    here, some = (j < n)[:, None] & (q < wide)[None, :], q < wide
+    address, scale = tl.load(where + member), tl.load(scales + member)
+    total = tl.zeros((TALL, WIDE), scale.dtype)
+    for r in tl.static_range(RANK):
+        column = (j * addresses + address) * RANK + r
+        if MAPS:
+            left = tl.load(thin + column[:, None] * positions + p[None, :], mask=here, other=0.0)
+        else:
+            left = tl.load(thin + column, mask=j < n, other=0.0)[:, None]
+        right = tl.load(thick + (address * RANK + r) * rows + k, mask=some, other=0.0)
+        total += left.to(scale.dtype) * right.to(scale.dtype)[None, :]
+    base = tl.load(shared + j[:, None] * wide + q[None, :], mask=here, other=0.0).to(scale.dtype)
+    own = tl.load(bias + member * rows + k, mask=some, other=0.0).to(scale.dtype)
+    value = base + own[None, :] + scale * total
+    if RELU:
+        value = tl.where(value <= 0, 0.0, value)  # NaN stays NaN
+    tl.store(out + member * n * wide + j[:, None] * wide + q[None, :], value, mask=here)
+
+
 def _tiles(start: int, count: int) -> int:
     return (start + count - 1) // TILE - start // TILE + 1
 
@@ -206,3 +238,25 @@ def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, readi
         arguments = (out, weights, address.members, weights.numel(), *_field(address, count))
         with torch.cuda.device_of(out):
             _accumulate[tiles, shares](*arguments, CENTRE=centre, READING=int(reading), num_warps=WARPS)
+
+
+def blend_outer(
+    out: torch.Tensor,
+    shared: torch.Tensor,
+    thin: torch.Tensor,
+    thick: torch.Tensor,
+    bias: torch.Tensor,
+    scales: torch.Tensor,
+    where: torch.Tensor,
+    relu: bool,
+    window: None = None,
+) -> None:
+    """As ``cpu.blend_outer``, without a window; the arithmetic is in the type of the scales."""
+    members, n, rows, positions = out.shape
+    tall, wide = 16, min(128, triton.next_power_of_2(rows * positions))
+    grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows * positions, wide),)
+    sizes = (n, rows, positions, thin.shape[1])
+    options = {"RANK": thin.shape[2], "RELU": relu, "MAPS": positions > 1, "TALL": tall, "WIDE": wide}
+    if out.numel():
+        with torch.cuda.device_of(out):
+            _blend[grid](out, shared, thin, thick, bias, scales, where, *sizes, **options, num_warps=4)

@@ -76,6 +76,33 @@ def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Addre
         out[:] = theta + (signs[:, None].astype(out.dtype) * scale) * eps.astype(out.dtype)
 
 
+def blend_outer(
+    out: Array,
+    shared: Array,
+    thin: Array,
+    thick: Array,
+    bias: Array,
+    scales: Array,
+    where: Array,
+    relu: bool,
+    window: tuple[int, ...] | None = None,
+) -> None:
+    """out[i, j, k] = shared[j, k] + bias[i, k] + scales[i] * sum over r of thin[j, a, r] thick[a, r, k], a = where[i].
+
+    The last axis, of positions, belongs to out, shared and thin. Then relu, then the largest in each window, given as
+    the height and width of a map, of the window, and of a step.
+    """
+    outer = np.einsum("jirp,irk->ijkp", thin[:, where], thick[where])
+    value = shared + bias[:, None, :, None] + scales[:, None, None, None] * outer
+    value = np.where(value <= 0, 0, value) if relu else value
+    if window is not None:
+        high, wide, kernel_high, kernel_wide, down, across = window
+        maps = value.reshape(*value.shape[:3], high, wide)
+        views = np.lib.stride_tricks.sliding_window_view(maps, (kernel_high, kernel_wide), (3, 4))
+        value = views[:, :, :, ::down, ::across].max((-2, -1)).reshape(out.shape)
+    out[:] = value
+
+
 def accumulate(out: Array, weights: Array, address: Address, reading: Reading, centre: int) -> None:
     """out = sum of weights[i] * eps[i], or of weights[i] * (eps[i]^2 - centre) where centre is positive; int32."""
     eps = (

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from germline.kernels import kernels_of, raw
+from germline.kernels import home, kernels_of, on, raw
 from germline.population.buffers import empty, stacked
 from germline.population.pending import After, MaxPool, Relu, finish
 
@@ -29,26 +29,21 @@ def blend_outer(
     (addresses, R, rank), ``bias`` (members, R); the result is (members, *shared.shape), or what ``after`` makes of it.
     """
     members, (n, rows), (addresses, _, rank) = len(scales), shared.shape[:2], thick.shape
-    positions = shared.shape[2:]
-    dtype = torch.float64 if shared.dtype == torch.float64 else torch.float32
-    base = shared.reshape(n, rows, -1).to(dtype)
-    thin = thin.reshape(n, addresses, rank, -1).to(dtype)
-    thick = thick.transpose(1, 2).to(dtype).contiguous()  # (a, r, R)
-    bias = base.new_zeros(members, rows) if bias is None else bias.to(dtype).contiguous()
-    if shared.device.type == "cpu":
-        relu, pool, rest = in_one_pass(after, len(positions))
-        sizes = pooled(positions, pool) if pool is not None else positions
-        out = empty((members, n, rows, sizes.numel()), base)
-        arrays = (raw(x) for x in (out, base.contiguous(), thin.contiguous(), thick, bias))
-        window = (*positions, *pool.kernel, *pool.stride) if pool is not None else None
-        kernels_of(shared.device).blend_outer(*arrays, scales, where, relu, window)
-        return finish(out.view(members, n, rows, *sizes).to(shared.dtype), rest)
-    out = base.new_empty(members, n, rows, positions.numel())
-    scale = torch.from_numpy(scales).to(shared.device, dtype)
-    for i, address in enumerate(where.tolist()):
-        correction = torch.einsum("nrp,rk->nkp", thin[:, address], thick[address] * scale[i])
-        torch.add(base, correction + bias[i, :, None], out=out[i])
-    return finish(out.view(members, *shared.shape).to(shared.dtype), after)
+    place, positions = home(shared.device), shared.shape[2:]
+    relu, pool, rest = in_one_pass(after, len(positions) if place.type == "cpu" else 0)
+    sizes = pooled(positions, pool) if pool is not None else positions
+    full = torch.float64 if shared.dtype == torch.float64 else torch.float32
+    own = full if place.type == "cpu" else shared.dtype  # of the memory; the arithmetic is in full
+    base = shared.reshape(n, rows, -1).to(place, own).contiguous()
+    thin = thin.reshape(n, addresses, rank, -1).to(place, own).contiguous()
+    thick = thick.transpose(1, 2).to(place, own).contiguous()  # (a, r, R)
+    bias = base.new_zeros(members, rows) if bias is None else bias.to(place, own).contiguous()
+    out = empty((members, n, rows, sizes.numel()), base)
+    arrays = [raw(x) for x in (out, base, thin, thick, bias)]
+    window = (*positions, *pool.kernel, *pool.stride) if pool is not None else None
+    scale = on(scales.astype(np.float64 if full == torch.float64 else np.float32), place)
+    kernels_of(place).blend_outer(*arrays, scale, on(where, place), relu, window)
+    return finish(out.view(members, n, rows, *sizes).to(shared.device, shared.dtype), rest)
 
 
 def in_one_pass(after: After, dimensions: int) -> tuple[bool, MaxPool | None, After]:
