@@ -222,3 +222,30 @@ def test_blends_are_pooled(window: tuple[int, ...]) -> None:
     reference.blend_outer(expected, *given)
     cpu.blend_outer(got, *given)
     assert np.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.skipif(cuda is None, reason="Triton comes with torch on Linux only")
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize(("n", "rows", "columns"), [(19, 10, 70), (130, 140, 33)])
+def test_linear_layers_with_noise_of_low_rank(n: int, rows: int, columns: int, relu: bool) -> None:
+    # Triton's interpreter multiplies wrongly in bfloat16
+    dtype = torch.bfloat16 if GPU.type == "cuda" else torch.float16
+    rng = torch.Generator().manual_seed(n)
+    members, rank = 3, 2
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).to(GPU, dtype)
+
+    x, weight, bias = random(members, n, columns), random(rows, columns), random(members, rows)
+    a, b = torch.zeros(2, 2, 16, max(rows, columns)).to(GPU, dtype)
+    a, b = a[..., :rows].contiguous(), b[..., :columns].contiguous()
+    a[:, :rank], b[:, :rank] = random(2, rank, rows).round(), random(2, rank, columns).round()
+    scales, where = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
+    out = torch.empty(members, n, rows, dtype=dtype, device=GPU)
+    cuda.linear_outer(out, x, weight, a, b, bias, scales, where, relu)
+    for i in range(members):
+        noise = scales[i].double() * (a[where[i]].double().T @ b[where[i]].double())
+        expected = x[i].double() @ (weight.double() + noise).T + bias[i].double()
+        expected = expected.relu() if relu else expected
+        error = (out[i].double() - expected).abs().max() / expected.square().mean().sqrt()
+        assert error < 0.05

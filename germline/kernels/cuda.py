@@ -201,6 +201,40 @@ def _blend(
     tl.store(out + member * n * wide + j[:, None] * wide + q[None, :], value, mask=here)
 
 
+@triton.jit
+def _linear_outer(
+    out, x, weight, a, b, bias, scales, where, n, rows, columns,
+    RELU: tl.constexpr, RANKS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """A tile of TALL examples and WIDE outputs of one member; x and its product with B share one pass over x."""
+    across = tl.cdiv(rows, WIDE)
+    tiles = tl.cdiv(n, TALL) * across
+    program = tl.program_id(0).to(tl.int64)
+    member, tile = program // tiles, program % tiles
+    j, k = (tile // across) * TALL + tl.arange(0, TALL), (tile % across) * WIDE + tl.arange(0, WIDE)
+    address, rank = tl.load(where + member), tl.arange(0, RANKS)
+    total, thin = tl.zeros((TALL, WIDE), tl.float32), tl.zeros((TALL, RANKS), tl.float32)
+    x += member * n * columns + j[:, None] * columns
+    weight += k[None, :].to(tl.int64) * columns
+    b += (address * RANKS + rank[None, :]) * columns
+    for first in range(0, columns, DEEP):
+        c = first + tl.arange(0, DEEP)
+        inside = c < columns
+        left = tl.load(x + c[None, :], mask=(j < n)[:, None] & inside[None, :], other=0.0)
+        right = tl.load(weight + c[:, None], mask=(k < rows)[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(left, right, total)
+        thin = tl.dot(left, tl.load(b + c[:, None], mask=inside[:, None], other=0.0), thin)
+    factors = tl.load(
+        a + address * RANKS * rows + rank[:, None] * rows + k[None, :], mask=(k < rows)[None, :], other=0.0
+    )
+    total += tl.load(scales + member) * tl.dot(thin.to(factors.dtype), factors)
+    total += tl.load(bias + member * rows + k, mask=k < rows, other=0.0).to(tl.float32)[None, :]
+    if RELU:
+        total = tl.where(total <= 0, 0.0, total)  # NaN stays NaN
+    here = (j < n)[:, None] & (k < rows)[None, :]
+    tl.store(out + member * n * rows + j[:, None] * rows + k[None, :], total, mask=here)
+
+
 def _tiles(start: int, count: int) -> int:
     return (start + count - 1) // TILE - start // TILE + 1
 
@@ -260,3 +294,31 @@ def blend_outer(
     if out.numel():
         with torch.cuda.device_of(out):
             _blend[grid](out, shared, thin, thick, bias, scales, where, *sizes, **options, num_warps=4)
+
+
+def linear_outer(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor,
+    scales: torch.Tensor,
+    where: torch.Tensor,
+    relu: bool,
+) -> None:
+    """out[i] = x[i] (weight + scales[i] A B^T)^T + bias[i] for each member i, then relu, where A, B are at where[i].
+
+    ``x`` is (members, n, columns), ``a`` (addresses, ranks, rows), ``b`` (addresses, ranks, columns), of which ranks
+    beyond the noise's own are zero: a power of two from 16 on, as tensor cores want it. All in one 16-bit type.
+    """
+    members, n, columns = x.shape
+    rows, ranks = weight.shape[0], a.shape[1]
+    tall = 128 if n > 64 else 64
+    wide = 16 if rows <= 16 else 64 if rows <= 64 else 128
+    grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows, wide),)
+    options = {"RELU": relu, "RANKS": ranks, "TALL": tall, "WIDE": wide, "DEEP": 64}
+    if out.numel():
+        with torch.cuda.device_of(out):
+            arrays = (out, x, weight, a, b, bias, scales, where)
+            _linear_outer[grid](*arrays, n, rows, columns, **options, num_warps=8, num_stages=3)

@@ -9,19 +9,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from germline.genome import Genome
 from germline.objective import Batch, seeded_generators, tensors_in
 
-BLOCK_BYTES = 96 << 20  # of a block: what stays near the processor, not what the machine could hold
+# Of a block: on a CPU what stays near the processor, not what the machine could hold; on a card enough to keep it busy
+# and to make launches, and Python, small beside the work.
+BLOCK_BYTES = 96 << 20
 LARGEST_BLOCK = 64
+LARGEST_ON_A_CARD = 4096
+PART_OF_A_CARD = 8  # the part of its memory that a block may fill, one in so many
 LIVE = 2  # tensors of the largest size that are alive at once: an input and an output
 
 
 def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None) -> int:
-    """A function of the problem alone, never of the machine.
+    """A function of the problem and of the kind of device, never of how busy a machine is.
 
     As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding; in a power of
     two, so that any usual number of cores is evenly loaded.
     """
     one = 4 * (genome.size + LIVE * widest(module, batch))
-    largest = max(2, min(LARGEST_BLOCK, BLOCK_BYTES // one))
+    device = next(module.parameters()).device
+    most, memory = LARGEST_BLOCK, BLOCK_BYTES
+    if device.type == "cuda":
+        most, memory = LARGEST_ON_A_CARD, torch.cuda.get_device_properties(device).total_memory // PART_OF_A_CARD
+    largest = max(2, min(most, memory // one))
     blocks = 1 << (-(-population // largest) - 1).bit_length()
     return 2 * -(-population // (2 * blocks))
 
