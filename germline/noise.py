@@ -51,6 +51,17 @@ class Values(NamedTuple):
     variance: int
 
 
+class Folded(NamedTuple):
+    """Weights by address instead of by member."""
+
+    addresses: NDArray[np.int64]
+    weights: NDArray[np.int64]
+    magnitude: int  # the sum of the members' weights without their signs
+
+
+Weights = Integers | Folded  # of members in a sum
+
+
 VALUES = {
     "popcount": Values(Reading.POPCOUNT, 8, 4),
     "sign": Values(Reading.SIGN, 1, 1),
@@ -282,7 +293,7 @@ class Noise:
 
     # Accumulating
 
-    def accumulate(self, weights: Integers, span: Span, power: Literal[1, 2] = 1) -> torch.Tensor:
+    def accumulate(self, weights: Weights, span: Span, power: Literal[1, 2] = 1) -> torch.Tensor:
         """The exact sum over members of ``w_i eps_ik`` or, for power 2, of ``w_i (eps_ik^2 - variance)``; dense noise.
 
         The result is int32 where no sum can leave it, else int64, by the bound that the weights themselves give.
@@ -292,7 +303,8 @@ class Noise:
         self._refuse_matrices(span, Stream.DENSE)
         values = VALUES[self.field.kind]
         limit = values.limit if power == 1 else max(values.limit**2 - values.variance, values.variance)
-        addresses, folded, bound = self._fold(weights, power, limit, 2**63)
+        addresses, folded, magnitude = self._fold(weights, power)
+        bound = bounded(magnitude * limit, 2**63)
         place = home(self.device)
 
         def in_32_bits(some: slice, weights: NDArray[np.int64]) -> torch.Tensor:
@@ -313,10 +325,11 @@ class Noise:
 
         return (in_32_bits(slice(None), folded) if bound < 2**31 else in_64_bits(folded)).to(self.device)
 
-    def accumulate_low_rank(self, weights: Integers, matrix: Matrix, rows: Span | None = None) -> torch.Tensor:
+    def accumulate_low_rank(self, weights: Weights, matrix: Matrix, rows: Span | None = None) -> torch.Tensor:
         """The exact sum over members of ``w_i A_i B_i^T``, integers in float64, where the noise is made."""
         limit = VALUES[self.field.kind].limit ** 2 * matrix.rank
-        addresses, folded, _ = self._fold(weights, 1, limit, 2**53)
+        addresses, folded, magnitude = self._fold(weights, 1)
+        bounded(magnitude * limit, 2**53)
         low, high = rows or (0, matrix.rows)
         place = home(self.device)
         out = torch.zeros(high - low, matrix.columns, dtype=torch.float64, device=place)
@@ -329,12 +342,13 @@ class Noise:
             out.addmm_(a.transpose(0, 1).flatten(1), b.transpose(1, 2).flatten(0, 1))
         return out
 
-    def weighted_sum(self, weights: Integers, span: Span, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def weighted_sum(self, weights: Weights, span: Span, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The sum over members of ``w_i z_ik`` for any span of parameters, dense or low-rank.
 
         Exact until one rounding to ``dtype``, then one multiplication: the same bits however the span is cut.
         """
         out = torch.empty(span[1] - span[0], dtype=dtype, device=self.device)
+        weights = self._fold(weights, 1)
         for low, high, matrix in self.field.pieces(*span):
             if matrix is None:
                 total = self.accumulate(weights, (low, high))
@@ -348,24 +362,19 @@ class Noise:
 
     # Addresses
 
-    def _fold(
-        self, weights: Integers, power: int, limit: int, end: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Each address once, with the weights of its members summed (signed for power 1), without the zeros.
-
-        And what no sum of weighted noise of up to ``limit`` exceeds, which must stay below ``end``.
-        """
+    def _fold(self, weights: Weights, power: int) -> Folded:
+        """Each address once, with the weights of its members summed (signed for power 1), without the zeros."""
+        if isinstance(weights, Folded):
+            return weights
         given = np.asarray(weights)
         if given.shape != self.members.shape or (given.size and given.dtype.kind not in "iu"):
             raise BadInput(f"Weights must be whole numbers, one per member: got {given.dtype} of shape {given.shape}.")
-        bound = sum(map(abs, given.tolist())) * limit
-        if bound >= end:
-            exact = f"2^{end.bit_length() - 1}"
-            raise BadInput(f"The weights are too large: sums could reach {bound} and are exact only below {exact}.")
+        magnitude = sum(map(abs, given.tolist()))
+        bounded(magnitude, 2**63)
         addresses, where = np.unique(self.addresses, return_inverse=True)
         folded = np.zeros(addresses.size, np.int64)
         np.add.at(folded, where, given.astype(np.int64) * (self.signs if power == 1 else 1))
-        return addresses[folded != 0], folded[folded != 0], bound
+        return Folded(addresses[folded != 0], folded[folded != 0], magnitude)
 
     def _refuse_matrices(self, span: Span, stream: Stream) -> None:
         if stream == Stream.DENSE and any(matrix is not None for _, _, matrix in self.field.pieces(*span)):
@@ -387,6 +396,14 @@ class Noise:
         if not 0 <= start <= stop <= PARAMETERS:
             raise BadInput(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
         return Address(self.field.seed, int(stream), self.generation, on(addresses, place), start)
+
+
+def bounded(bound: int, end: int) -> int:
+    """What no sum exceeds, which must stay below ``end``."""
+    if bound >= end:
+        exact = f"2^{end.bit_length() - 1}"
+        raise BadInput(f"The weights are too large: sums could reach {bound} and are exact only below {exact}.")
+    return bound
 
 
 def significant(sigma: float | torch.Tensor, factor: float, like: torch.Tensor) -> torch.Tensor:
