@@ -293,7 +293,7 @@ def blend_outer(
     options = {"RANK": thin.shape[2], "RELU": relu, "MAPS": positions > 1, "TALL": tall, "WIDE": wide}
     if out.numel():
         with torch.cuda.device_of(out):
-            _blend[grid](out, shared, thin, thick, bias, scales, where, *sizes, **options, num_warps=4)
+            _blend[grid](out, shared, thin, thick, bias, scales, where, *sizes, **options, num_warps=1)
 
 
 def linear_outer(
@@ -317,8 +317,9 @@ def linear_outer(
     tall = 128 if n > 64 else 64
     wide = 16 if rows <= 16 else 64 if rows <= 64 else 128
     grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows, wide),)
-    options = {"RELU": relu, "RANKS": ranks, "TALL": tall, "WIDE": wide, "DEEP": 64}
+    deep, warps = (32, 4) if wide == 16 else (64, 8)  # fixed, not tuned at run time: they decide the order of sums
+    options = {"RELU": relu, "RANKS": ranks, "TALL": tall, "WIDE": wide, "DEEP": deep}
     if out.numel():
         with torch.cuda.device_of(out):
             arrays = (out, x, weight, a, b, bias, scales, where)
-            _linear_outer[grid](*arrays, n, rows, columns, **options, num_warps=8, num_stages=3)
+            _linear_outer[grid](*arrays, n, rows, columns, **options, num_warps=warps, num_stages=3)
