@@ -29,6 +29,7 @@ from germline.population import (
     block_size,
     correlation,
     exact_arithmetic,
+    first_sentence,
     in_type,
     prepared,
     scores_of,
@@ -113,9 +114,17 @@ class Core:
         if self.strategy.needs_gradient:
             return self.differentiate(generation, batch, values)
         candidates = self.strategy.ask(self.state, self.noise, generation, values)
-        scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
-        if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
-            scores = self.fleet.evaluate(self._slow_down(), candidates, self.strategy.population, batch)
+        population, reason = self.strategy.population, None
+        try:
+            scores = self.fleet.evaluate(evaluator, candidates, population, batch)
+            if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
+                reason = "scores of sampled members are no longer those of the model by itself"
+        except Exception as error:  # code that takes another way with this batch than it took in the check
+            if evaluator.plan.method not in ("twins", "vmap"):
+                raise
+            reason = f"{type(error).__name__}: {first_sentence(error)}"
+        if reason is not None:
+            scores = self.fleet.evaluate(self._slow_down(reason), candidates, population, batch)
         return Told(generation, scores, values)
 
     def _confirmed(self, candidates: Candidates, batch: Batch, scores: NDArray[np.float32]) -> bool:
@@ -134,13 +143,12 @@ class Core:
             right = [agrees(plain, candidates, batch, scores, int(member)) for member in sampled]
         return sum(right) >= SAMPLED - 1
 
-    def _slow_down(self) -> Evaluator:
+    def _slow_down(self, reason: str) -> Evaluator:
         """From here on float32 or, where that is not it, the one way that is right whatever the module does."""
         assert self.plan is not None
         if self.plan.dtype == "bfloat16":
             settled = Settled(replace(self.plan, dtype="float32"), "bfloat16 no longer tells them apart")
         else:
-            reason = "scores of sampled members are no longer those of the model by itself"
             settled = Settled(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout), reason)
         warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
         self.adopt(settled.plan)

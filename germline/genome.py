@@ -148,7 +148,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
     """Weights are tied by being one Parameter: a tie that rests on shared memory is lost when a module is copied."""
     ranges = []
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if nn.parameter.is_lazy(tensor) or tensor.is_meta or not tensor.numel():
+        if nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
             continue
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         stop = tensor.data_ptr() + extent * tensor.element_size()

@@ -68,7 +68,8 @@ def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: mapped(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(mapped(function, item) for item in value)
+        items = [mapped(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.errors import BadInput
-from germline.objective import Batch
+from germline.objective import Batch, seeded_generators
 from germline.population import Evaluator, exact_arithmetic
 from germline.strategies.base import Candidates
 
@@ -57,7 +57,7 @@ class Local:
         threads = 1
         if evaluator.device.type == "cpu":
             # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
-            usual = 1 if evaluator.objective.of_model else torch.get_num_threads()
+            usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
             threads = min(self.workers or usual, len(blocks))
 
         generation = evaluator.generation(candidates, batch)
@@ -65,7 +65,8 @@ class Local:
         def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
             return evaluator.score_block(generation, members)
 
-        with one_thread_each(), exact_arithmetic():
+        # what the code of a model or a score draws from the global generators is not the user's
+        with one_thread_each(), exact_arithmetic(), seeded_generators(0):
             scores = list(map(score, blocks) if threads == 1 else pool(threads).map(score, blocks))
         return np.concatenate(scores)[:population]
 

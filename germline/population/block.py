@@ -46,9 +46,14 @@ class Generation:
 
         Two threads that ask at the same time both make it, with the same bits.
         """
-        memory = x.untyped_storage().data_ptr()
-        given = self.batch is not None and any(
-            memory == tensor.untyped_storage().data_ptr() for tensor in tensors_in([self.batch.args, self.batch.kwargs])
+        memory = x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
+        given = (
+            memory
+            and self.batch is not None
+            and any(
+                tensor.layout == torch.strided and memory == tensor.untyped_storage().data_ptr()
+                for tensor in tensors_in([self.batch.args, self.batch.kwargs])
+            )
         )
         if not given:
             return product()

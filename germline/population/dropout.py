@@ -13,7 +13,8 @@ SPATIAL = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}  # 
 def dropout(self: Any, x: torch.Tensor) -> torch.Tensor:
     block: Block = current()
     spatial = next(count for kind, count in SPATIAL.items() if isinstance(self, kind))
-    shape = (*x.shape[: x.dim() - spatial], *(1,) * spatial)
+    kept = 2 if spatial == 2 else x.dim() - spatial  # torch takes three dimensions, too, as examples and channels there
+    shape = (*x.shape[:kept], *(1,) * (x.dim() - kept))
 
     def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
         return [inputs[0] * factors(block, shape, self.p, x.dtype)]

@@ -126,8 +126,9 @@ class Evaluator:
         with evaluating(Block(generation, np.array([member]), member=0)), own_generators(generation, alone):
             weights = generation.candidates.weights(np.array([member]), 0, self.genome.size)[0]
             self.genome.write(weights, module)
-            for name, buffer in module.named_buffers():
-                buffer.copy_(self.module.get_buffer(name))
+            for name, buffer in self.buffers().items():
+                owner, _, own = name.rpartition(".")
+                module.get_submodule(owner)._buffers[own] = buffer
             if batch is None or self.objective.of_model:
                 return self.objective.function(module)
             output = widened(module(*batch.args, **batch.kwargs))
@@ -149,6 +150,11 @@ class Evaluator:
             score = self.objective.score(forward, batch)
             (gradient,) = torch.autograd.grad(score, centre)
         return score.detach().float().cpu().numpy().reshape(1), gradient
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the module has hooks: functions, of which every thread's copy of it has the same ones."""
+        return any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
 
     def mine(self) -> nn.Module:
         if not hasattr(self.own, "module"):
@@ -192,7 +198,7 @@ def made_ready(value: Any, dtype: torch.dtype | None) -> Any:
         return value
     if dtype is not None and value.is_floating_point():
         value = value.to(dtype)
-    return value.clone() if value.data_ptr() % ALIGNED else value
+    return value.clone() if value.layout == torch.strided and value.data_ptr() % ALIGNED else value
 
 
 def widened(outputs: Any) -> Any:
@@ -275,7 +281,8 @@ def exact_arithmetic() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         # where vmap has no rule it loops: the check judges whether rightly, and there is nobody to warn
         vmap_warns(False)
-        with sdpa_kernel(SDPBackend.MATH):  # vmap has rules for this one
+        # vmap has rules for this one; and what the user has switched on holds for the user's thread alone
+        with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", enabled=False):
             yield
     finally:
         vmap_warns(True)

@@ -56,6 +56,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for tensor in tensors_in(made):
-            if tensor.untyped_storage().data_ptr() not in self.weights:
+            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in self.weights:
                 self.largest = max(self.largest, tensor.numel())
         return made

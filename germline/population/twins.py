@@ -50,7 +50,11 @@ def twinned(module: nn.Module, genome: Genome) -> nn.Module:
     """The module, changed into its twin; give it a copy."""
     place = {name: index for index, slot in enumerate(genome.slots) for name in (slot.name, *slot.aliases)}
     for prefix, part in list(module.named_modules()):
-        own = {name: f"{prefix}.{name}" if prefix else name for name, _ in part.named_parameters(recurse=False)}
+        own = {
+            name: f"{prefix}.{name}" if prefix else name
+            for name in part._parameters
+            if part._parameters[name] is not None
+        }
         slots = {name: place[full] for name, full in own.items() if full in place}
         if slots:
             become_twin(part, slots)
@@ -119,6 +123,8 @@ def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
                 shape_of_output.append(shape)
                 return outputs
 
+            if current() is not block:
+                raise RuntimeError("the output of a layer was used while another block was evaluated")
             if versions != [given[i]._version for i in tensors]:
                 raise RuntimeError("the input of a layer was changed in place before its output was used")
             outputs = block.through([given[i] for i in tensors], call)
