@@ -398,6 +398,52 @@ class ThresholdsHard(Hostile):
         return torch.sign(self.layer(x))
 
 
+class MasksWithInfinity(KeepsReferences):
+    mask = float("-inf")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return torch.cat([out, torch.full_like(out[:, :1], self.mask)], 1)
+
+
+class MasksWithALargeNumber(MasksWithInfinity):
+    mask = -1e9
+
+
+class HidesInAColumn(KeepsReferences):
+    """One of 121 columns is made in a way that twins do not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lone = F.linear(x, self.references[0])[:, :1]
+        return torch.cat([10 * lone, self.head(self.layer(x)).repeat(1, 40)], 1)
+
+
+class HasTwoNamesForAWeight(Hostile):
+    def made(self) -> None:
+        self.one = nn.Parameter(torch.randn(6, 6))
+        self.two = self.one
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(self.layer(x), self.one), self.two)
+
+
+class HasAnExpandedBuffer(Hostile):
+    def made(self) -> None:
+        self.register_buffer("scale", torch.tensor(2.0).expand(6))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(x)
+        return h * self.get_buffer("scale")
+
+
+class TakesAnotherWay(Hostile):
+    """With some batches it does what cannot be done for a block."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layer(x)
+        return h * float(h.abs().max()) if x[0, 0] > 10 else h
+
+
 HOSTILE: dict[type[Hostile], set[str]] = {  # how each may be evaluated; nothing faster would be right
     LooksAtTheBatchSize: {"twins"},
     MixesRows: {"twins"},
@@ -423,4 +469,10 @@ HOSTILE: dict[type[Hostile], set[str]] = {  # how each may be evaluated; nothing
     HasAFrozenLayer: {"twins"},
     HasAnUnusedLayer: {"twins"},
     ThresholdsHard: {"twins"},
+    MasksWithInfinity: {"loop"},
+    MasksWithALargeNumber: {"loop"},
+    HidesInAColumn: {"loop"},
+    HasTwoNamesForAWeight: {"twins"},
+    HasAnExpandedBuffer: {"twins"},
+    TakesAnotherWay: {"twins"},
 }

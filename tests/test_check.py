@@ -19,7 +19,7 @@ from germline.noise import WORD, Stream
 from germline.objective import Batch, Objective, seeded_generators
 from germline.population import Plan, SlowPath
 from germline.strategies import Candidates, OpenAIES
-from tests.nets import HOSTILE, DrawsFromTorch, HasHooks, Hostile, LeavesTorch, LooksAtTheBatchSize
+from tests.nets import HOSTILE, DrawsFromTorch, HasHooks, Hostile, LeavesTorch, LooksAtTheBatchSize, TakesAnotherWay
 
 P, SIGMA = 20, 0.1
 
@@ -129,6 +129,31 @@ def test_a_score_that_changes_its_target_has_one_of_its_own() -> None:
     assert torch.equal(batch.target, before)
     candidates = core.strategy.ask(core.state, core.noise, 0, told.values)
     other = Batch(batch.args, {}, (before + 1) % 3, batch.size)
+    assert np.allclose(told.scores, fresh_scores(core, candidates, other), rtol=1e-4)
+
+
+def test_a_score_that_draws_at_random_is_the_same_again() -> None:
+    core, batch = setting(LooksAtTheBatchSize)
+    core.objective = Objective(lambda output, target: F.cross_entropy(output + torch.randn(output.shape), target))
+    state = torch.get_rng_state()
+    with pytest.warns(SlowPath, match="the score keeps state between calls, or draws random numbers"):
+        told = [core.evaluate(0, batch) for _ in range(2)]
+    assert told[0].scores.tobytes() == told[1].scores.tobytes()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_another_batch_may_take_another_way() -> None:
+    core, batch = setting(TakesAnotherWay)
+    core.prepare(batch)
+    assert core.plan is not None
+    assert core.plan.method == "twins"
+    x = batch.args[0].clone()
+    x[0, 0] = 11
+    other = Batch((x,), {}, batch.target, batch.size)
+    with pytest.warns(SlowPath, match="item"):
+        told = core.evaluate(5, other)
+    assert core.plan == Plan(1, "alone", vectorised=False)
+    candidates = core.strategy.ask(core.state, core.noise, 5, told.values)
     assert np.allclose(told.scores, fresh_scores(core, candidates, other), rtol=1e-4)
 
 
