@@ -114,23 +114,29 @@ class Core:
         if self.strategy.needs_gradient:
             return self.differentiate(generation, batch, values)
         candidates = self.strategy.ask(self.state, self.noise, generation, values)
-        population, reason = self.strategy.population, None
+        population, plan = self.strategy.population, evaluator.plan
+        alone, slower = Plan(1, "alone", vectorised=False, dropout=plan.dropout), None
         try:
             scores = self.fleet.evaluate(evaluator, candidates, population, batch)
             if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
-                reason = "scores of sampled members are no longer those of the model by itself"
+                if plan.dtype == "bfloat16":
+                    slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
+                else:
+                    slower = Settled(alone, "scores of sampled members are no longer those of the model by itself")
         except Exception as error:  # code that takes another way with this batch than it took in the check
-            if evaluator.plan.method not in ("twins", "vmap"):
+            if plan.one_by_one:
                 raise
-            reason = f"{type(error).__name__}: {first_sentence(error)}"
-        if reason is not None:
-            scores = self.fleet.evaluate(self._slow_down(reason), candidates, population, batch)
+            slower = Settled(alone, f"{type(error).__name__}: {first_sentence(error)}")
+        if slower is not None:
+            warnings.warn(slower.sentence(), SlowPath, stacklevel=2)
+            self.adopt(slower.plan)
+            scores = self.fleet.evaluate(self.prepare(batch), candidates, population, batch)
         return Told(generation, scores, values)
 
     def _confirmed(self, candidates: Candidates, batch: Batch, scores: NDArray[np.float32]) -> bool:
         """Whether sampled members, or all but one of them, have the scores of plain copies of the module."""
         assert self.plan is not None
-        if self.plan.method not in ("twins", "vmap"):
+        if self.plan.one_by_one:
             return True
         if self.plan.dtype == "bfloat16":
             count = min(2 * self.plan.block, scores.size)
@@ -142,17 +148,6 @@ class Core:
             plain = self._make(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout))
             right = [agrees(plain, candidates, batch, scores, int(member)) for member in sampled]
         return sum(right) >= SAMPLED - 1
-
-    def _slow_down(self, reason: str) -> Evaluator:
-        """From here on float32 or, where that is not it, the one way that is right whatever the module does."""
-        assert self.plan is not None
-        if self.plan.dtype == "bfloat16":
-            settled = Settled(replace(self.plan, dtype="float32"), "bfloat16 no longer tells them apart")
-        else:
-            settled = Settled(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout), reason)
-        warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
-        self.adopt(settled.plan)
-        return self.prepare(None)
 
     def adopt(self, plan: Plan) -> None:
         """From here on members are evaluated by this plan."""

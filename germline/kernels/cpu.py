@@ -293,11 +293,9 @@ def blend_outer(
     relu: bool,
     window: tuple[int, ...] | None,
 ) -> None:
-    """out[i, j, k] = shared[j, k] + bias[i, k] + scales[i] * sum over r of thin[j, a, r] thick[a, r, k], a = where[i].
+    """As ``reference.blend_outer``.
 
-    The last axis, of positions, belongs to out, shared and thin. Then relu, then the largest in each window, given as
-    the height and width of a map, of the window, and of a step. By the calling thread alone: blocks of members are
-    already shared out among threads.
+    By the calling thread alone: blocks of members are already shared out among threads.
     """
     if out.shape[3] == 1 and window is None:
         blend_rows(out[..., 0], shared[..., 0], thin[..., 0], thick, bias, scales, where, relu)

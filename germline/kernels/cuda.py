@@ -285,7 +285,7 @@ def blend_outer(
     relu: bool,
     window: None = None,
 ) -> None:
-    """As ``cpu.blend_outer``, without a window; the arithmetic is in the type of the scales."""
+    """As ``reference.blend_outer``, without a window; the arithmetic is in the type of the scales."""
     members, n, rows, positions = out.shape
     tall, wide = 16, min(128, triton.next_power_of_2(rows * positions))
     grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows * positions, wide),)

@@ -87,7 +87,7 @@ def trial(
     expected: list[Any],
 ) -> tuple[Settled | None, str | None]:
     """The plan if it gives what is expected, else nothing; and what is wrong."""
-    one_by_one = plan.method in ("loop", "alone")
+    one_by_one = plan.one_by_one
     # twice the same: what is kept between calls shows
     groups = [np.array([member]) for member in [*sampled, sampled[0]]] if one_by_one else [blocks[1], *blocks]
     try:
@@ -149,17 +149,15 @@ def loud(plain: Evaluator, candidates: Candidates, batch: Batch, sampled: list[i
     """Candidates with noise as large as the weights, and what plain copies of the module make of the batch."""
     sigma = max(0.1, float(candidates.centre.double().square().mean().sqrt()))
 
-    def outputs() -> list[Any]:
-        generation = plain.generation(candidates, batch)
+    def outputs(sigma: float) -> list[Any]:
+        generation = plain.generation(replace(candidates, sigma=sigma), batch)
         return [plain.one_by_one(generation, member, scored=False) for member in sampled]
 
-    candidates = replace(candidates, sigma=0.0)
-    usual = outputs()  # of the centre, which may have infinities of its own, for instance a mask
+    usual = outputs(0.0)  # of the centre, which may have infinities of its own, for instance a mask
     while True:
-        candidates = replace(candidates, sigma=sigma)
-        expected = outputs()
+        expected = outputs(sigma)
         if sigma < 1e-4 or not overflown(expected, usual):
-            return candidates, expected
+            return replace(candidates, sigma=sigma), expected
         sigma /= 10
 
 
@@ -186,7 +184,7 @@ def missed(
 @torch.no_grad()
 def in_type(make: Make, settled: Settled, dtype: DType, candidates: Candidates, batch: Batch | None) -> Settled:
     """The same in bfloat16 where it is asked for or, by auto, where it is worth it; if the ranks survive."""
-    if dtype == "float32" or batch is None or settled.plan.method not in ("twins", "vmap"):
+    if dtype == "float32" or batch is None or settled.plan.one_by_one:
         if dtype == "bfloat16":
             how = METHODS[settled.plan.method]
             raise BadInput(f"There is no bfloat16 for a model that is evaluated {how}: use float32.")

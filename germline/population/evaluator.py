@@ -45,6 +45,10 @@ class Plan:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; float32 stands for the module's own types
     dropout: bool = False
 
+    @property
+    def one_by_one(self) -> bool:
+        return self.method in ("loop", "alone")
+
 
 @dataclass(frozen=True)
 class Evaluator:
@@ -86,7 +90,7 @@ class Evaluator:
     def score_block(self, generation: Generation, members: NDArray[np.int64]) -> NDArray[np.float32]:
         batch = generation.batch
         with torch.no_grad(), unchanged(batch):
-            if self.plan.method in ("loop", "alone") or batch is None:
+            if self.plan.one_by_one or batch is None:
                 scores = [self.one_by_one(generation, member) for member in members]
             else:
                 outputs = self.outputs(generation, members)
@@ -100,7 +104,7 @@ class Evaluator:
         """What the module makes of the batch for each of the members: tensors with the members first."""
         batch, module = generation.batch, self.mine()
         assert batch is not None
-        if self.plan.method not in ("twins", "vmap"):
+        if self.plan.one_by_one:
             outputs = [self.one_by_one(generation, member, scored=False) for member in members]
             return tree_map(lambda *rows: torch.stack(rows), *outputs)
         buffers = self.buffers()

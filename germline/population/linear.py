@@ -27,15 +27,11 @@ def linear(call: Call) -> Outputs:
     (x,) = call.inputs
     if call.shared_input and call.separable("weight") and worth_sharing(call, x):
         return one(shared(call, x))
-    if (
-        x.device.type != "cpu"
-        and call.separable("weight")
-        and call.block.matrix(call.layer.slots["weight"]) is not None
-    ):
-        return one(corrected(call, x if call.batched[0] else x.expand(call.block.size, *x.shape)))
+    x = x if call.batched[0] else x.expand(call.block.size, *x.shape)
+    if x.device.type != "cpu" and call.separable("weight") and call.block.matrix(call.layer.slots["weight"]):
+        return one(corrected(call, x))
     weight = call.weights("weight")
     assert weight is not None
-    x = x if call.batched[0] else x.expand(call.block.size, *x.shape)
     return one(finish(batched_linear(x, weight, call.weights("bias")), call.after))
 
 
