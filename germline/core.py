@@ -143,7 +143,8 @@ class Core:
             with one_thread_each(), exact_arithmetic():
                 exact = scores_of(self._make(replace(self.plan, dtype="float32")), candidates, batch, count)
             return correlation(exact, scores[:count]) >= SURVIVAL
-        sampled = self.noise.below(scores.size, SAMPLED, candidates.generation, Stream.SELECTION, member=WORD - 1)
+        number = int(candidates.generation)
+        sampled = self.noise.below(scores.size, SAMPLED, number, Stream.SELECTION, member=WORD - 1)
         with one_thread_each(), exact_arithmetic():
             plain = self._make(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout))
             right = [agrees(plain, candidates, batch, scores, int(member)) for member in sampled]

@@ -8,9 +8,11 @@ integers it is made of are so small that sums weighted by integers are exact in 
 import dataclasses
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.kernels import Address, Reading, home, kernels_of, on, raw, reference
+from germline.kernels.recorded import Recorded
 
 VERSION = 1  # of the field; stands in every journal's header
 
@@ -30,6 +33,8 @@ WORD = 1 << 32
 PARAMETERS = 8 * WORD  # a 32-bit block number addresses 8 halves
 SIGNIFICANT = 20  # bits of sigma: sigma * eps is then exact in float32, and contraction harmless
 SCRATCH = 1 << 22  # elements of low-rank factors that are held at once
+RECORDINGS = 8  # sums that cards have recorded
+recordings: OrderedDict[Any, Recorded] = OrderedDict()
 
 
 class Stream(IntEnum):
@@ -51,12 +56,44 @@ class Values(NamedTuple):
     variance: int
 
 
+class Live:
+    """The number of a generation and its sigma in the memory of a card, for what is recorded once and launched often.
+
+    >>> live = Live(torch.device("cpu"))
+    >>> half = live.times(0.5, torch.float32)
+    >>> live.set(generation=3, sigma=0.25)
+    >>> half.tolist(), live.generation.tolist()
+    ([0.125], 3)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generation = torch.zeros((), dtype=torch.int64, device=device)
+        self.sigma = 0.0
+        self.products: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+
+    def set(self, generation: int, sigma: float) -> None:
+        self.generation.fill_(generation)
+        self.sigma = sigma
+        for (factor, _), product in self.products.items():
+            product.fill_(shortened(sigma * factor))
+
+    def times(self, factor: float, dtype: torch.dtype) -> torch.Tensor:
+        """sigma * factor, now and whenever it is set anew."""
+        if (factor, dtype) not in self.products:
+            value = torch.full((1,), shortened(self.sigma * factor), dtype=dtype, device=self.generation.device)
+            self.products[factor, dtype] = value
+        return self.products[factor, dtype]
+
+
+Sigma = float | torch.Tensor | Live  # for all parameters, or one for each, or one for all that changes
+
+
 class Folded(NamedTuple):
     """Weights by address instead of by member."""
 
     addresses: NDArray[np.int64]
-    weights: NDArray[np.int64]
-    magnitude: int  # the sum of the members' weights without their signs
+    weights: NDArray[np.int64] | torch.Tensor
+    magnitude: int  # at least the sum of the members' weights without their signs
 
 
 Weights = Integers | Folded  # of members in a sum
@@ -136,9 +173,13 @@ class Field:
         if self.kind not in VALUES:
             raise BadInput(f"There is no noise of kind {self.kind!r}: choose one of {', '.join(VALUES)}.")
 
-    def members(self, members: Integers, generation: int, device: torch.device | str = "cpu") -> "Noise":
-        """The noise of some members in one generation, to be used on ``device``."""
-        return Noise(self, numbers_of(members), whole_number("generation", generation, WORD), indexed(device))
+    def members(self, members: Integers, generation: int | torch.Tensor, device: torch.device | str = "cpu") -> "Noise":
+        """The noise of some members in one generation, to be used on ``device``.
+
+        The generation may be a number in the memory of a card (see ``Live``), for noise that is used on that card.
+        """
+        number = generation if isinstance(generation, torch.Tensor) else whole_number("generation", generation, WORD)
+        return Noise(self, numbers_of(members), number, indexed(device))
 
     def below(self, bound: int, count: int, generation: int, stream: Stream, *, member: int = 0) -> NDArray[np.int64]:
         """``count`` integers from 0 to bound - 1, on the host; even to one part in 2^32 / bound.
@@ -185,7 +226,7 @@ class Noise:
 
     field: Field
     members: NDArray[np.int64]
-    generation: int
+    generation: int | torch.Tensor
     device: torch.device
     addresses: NDArray[np.int64] = dataclasses.field(init=False)  # of the members in the field
     signs: NDArray[np.int8] = dataclasses.field(init=False)
@@ -203,7 +244,7 @@ class Noise:
         """eps, the integers behind the noise: (members, parameters)."""
         self._refuse_matrices(span, stream)
         eps = self._fill(VALUES[self.field.kind].reading, dtype, self.addresses, span, stream)
-        return eps.mul_(torch.from_numpy(self.signs).to(self.device)[:, None]) if self.field.mirrored else eps
+        return eps.mul_(tensor_on(self.signs, self.device)[:, None]) if self.field.mirrored else eps
 
     def halves(self, span: Span, stream: Stream) -> torch.Tensor:
         """Uniform integers from 0 to 65535, one per member (mirrored or not) and parameter: int32."""
@@ -231,12 +272,13 @@ class Noise:
     # Perturbing
 
     def perturb(
-        self, theta: torch.Tensor, sigma: float | torch.Tensor, *, start: int = 0, out: torch.Tensor | None = None
+        self, theta: torch.Tensor, sigma: Sigma, *, start: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """theta + sigma z for each member: (members, parameters).
 
         ``theta`` holds the parameters from ``start`` on, in float32 or float64. ``sigma`` is a number, which is rounded
-        to 20 significant bits, or a tensor with one per parameter, of which 20 significant bits are used.
+        to 20 significant bits, or a tensor with one per parameter, of which 20 significant bits are used. ``out`` may
+        be of a narrower type, to which the sums are rounded.
         """
         if theta.dim() != 1 or theta.dtype not in (torch.float32, torch.float64):
             what = f"{theta.dtype} of shape {tuple(theta.shape)}"
@@ -251,7 +293,7 @@ class Noise:
         shape = (self.members.size, theta.numel())
         if out is None:
             out = theta.new_empty(shape)
-        elif out.shape != shape or out.dtype != theta.dtype or out.device != theta.device:
+        elif out.shape != shape or not out.is_floating_point() or out.device != theta.device:
             raise BadInput(f"The buffer for perturbed parameters must be {theta.dtype}, {shape}, on {theta.device}.")
         for low, high, matrix in self.field.pieces(start, start + theta.numel()):
             window = slice(low - start, high - start)
@@ -264,32 +306,40 @@ class Noise:
                 self._perturb_low_rank(out[:, window], theta[window], sigma, low, matrix)
         return out
 
-    def _perturb_dense(self, out: torch.Tensor, theta: torch.Tensor, sigma: float | torch.Tensor, start: int) -> None:
+    def _perturb_dense(self, out: torch.Tensor, theta: torch.Tensor, sigma: Sigma, start: int) -> None:
         place = home(self.device)
         scale = significant(sigma, self.field.unit(None), theta)
-        direct = place == out.device and out.is_contiguous()
-        whole = out if direct else torch.empty(out.shape, dtype=out.dtype, device=place)
-        arrays = (raw(whole), raw(theta.contiguous().to(place)), raw(scale.to(place)), on(self.signs, place))
-        address = self._address(self.addresses, (start, start + theta.numel()), Stream.DENSE, place)
+        direct = place == out.device and out.is_contiguous() and (place.type != "cpu" or out.dtype == theta.dtype)
+        whole = out if direct else torch.empty(out.shape, dtype=theta.dtype, device=place)
+        pairs = place.type == "cuda" and self.paired  # a card makes the noise of two members once
+        signs = None if pairs else on(self.signs, place)
+        address = self._address(
+            self.addresses[::2] if pairs else self.addresses, (start, start + theta.numel()), Stream.DENSE, place
+        )
+        arrays = (raw(whole), raw(theta.contiguous().to(place)), raw(scale.to(place)), signs)
         kernels_of(place).perturb(*arrays, address, VALUES[self.field.kind].reading)
         if whole is not out:
             out.copy_(whole)
 
     def _perturb_low_rank(
-        self, out: torch.Tensor, theta: torch.Tensor, sigma: float, start: int, matrix: Matrix
+        self, out: torch.Tensor, theta: torch.Tensor, sigma: float | Live, start: int, matrix: Matrix
     ) -> None:
         rows, skip = rows_of(matrix, start, start + theta.numel())
         scale = significant(sigma, self.field.unit(matrix), theta)
         a, b = self.factors(matrix, rows)  # (m, R, r), (m, C, r)
-        if self.device.type == "cpu":
+        if home(self.device) == self.device:
+            direct = out.stride(1) == 1 and (self.device.type != "cpu" or out.dtype == theta.dtype)
+            whole = out if direct else theta.new_empty(out.shape)
             across = b.transpose(1, 2).contiguous()  # (m, r, C)
-            arrays = (raw(x) for x in (out, theta.contiguous(), scale, a, across))
+            arrays = (raw(x) for x in (whole, theta.contiguous(), scale, a, across))
             kernels_of(self.device).perturb_outer(*arrays, skip)
+            if whole is not out:
+                out.copy_(whole)
             return
         a, b = a.to(theta.dtype), b.to(theta.dtype)
         # small integers: exact in any order, but for the sign of zeros, which adding 0 settles
         product = (a @ b.transpose(1, 2)).flatten(1)[:, skip : skip + theta.numel()] + 0.0
-        torch.add(theta, product * scale, out=out)
+        out.copy_(theta + product * scale)
 
     # Accumulating
 
@@ -307,10 +357,10 @@ class Noise:
         bound = bounded(magnitude * limit, 2**63)
         place = home(self.device)
 
-        def in_32_bits(some: slice, weights: NDArray[np.int64]) -> torch.Tensor:
+        def in_32_bits(some: slice, weights: NDArray[np.int64] | torch.Tensor) -> torch.Tensor:
             address = self._address(addresses[some], span, Stream.DENSE, place)
             sums = torch.empty(span[1] - span[0], dtype=torch.int32, device=place)
-            weight = on(weights[some].astype(np.int32), place)
+            weight = raw(as_tensor(weights[some], place).int())
             kernels_of(place).accumulate(
                 raw(sums), weight, address, values.reading, values.variance if power == 2 else 0
             )
@@ -323,7 +373,10 @@ class Noise:
                 return (in_64_bits(weights >> 20) << 20) + in_64_bits(weights & ((1 << 20) - 1))
             return torch.stack([in_32_bits(some, weights).long() for some in chunks(weights, limit)]).sum(0)
 
-        return (in_32_bits(slice(None), folded) if bound < 2**31 else in_64_bits(folded)).to(self.device)
+        if bound < 2**31:
+            return in_32_bits(slice(None), folded).to(self.device)
+        assert isinstance(folded, np.ndarray)
+        return in_64_bits(folded).to(self.device)
 
     def accumulate_low_rank(self, weights: Weights, matrix: Matrix, rows: Span | None = None) -> torch.Tensor:
         """The exact sum over members of ``w_i A_i B_i^T``, integers in float64, where the noise is made."""
@@ -337,7 +390,7 @@ class Noise:
         step = max(1, SCRATCH // (matrix.rank * (high - low + matrix.columns)))
         for i in range(0, addresses.size, step):
             a, b = plain.members(addresses[i : i + step], self.generation, place).factors(matrix, (low, high))
-            weight = torch.from_numpy(folded[i : i + step]).to(place, torch.float64)[:, None, None]
+            weight = as_tensor(folded[i : i + step], place).double()[:, None, None]
             a, b = a.to(torch.float64) * weight, b.to(torch.float64)  # (m, R, r), (m, C, r)
             out.addmm_(a.transpose(0, 1).flatten(1), b.transpose(1, 2).flatten(0, 1))
         return out
@@ -347,18 +400,48 @@ class Noise:
 
         Exact until one rounding to ``dtype``, then one multiplication: the same bits however the span is cut.
         """
+        folded = self._fold(weights, 1)
+        if home(self.device).type == "cuda":
+            return self._recorded_sum(folded, span, dtype)
+        return self._sum_of_pieces(folded, span, dtype)
+
+    def _sum_of_pieces(self, folded: Folded, span: Span, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(span[1] - span[0], dtype=dtype, device=self.device)
-        weights = self._fold(weights, 1)
         for low, high, matrix in self.field.pieces(*span):
             if matrix is None:
-                total = self.accumulate(weights, (low, high))
+                total = self.accumulate(folded, (low, high))
             else:
                 rows, skip = rows_of(matrix, low, high)
-                total = self.accumulate_low_rank(weights, matrix, rows).view(-1)[skip : skip + high - low]
-            out[low - span[0] : high - span[0]] = (total.to(dtype) * rounded(self.field.unit(matrix), dtype)).to(
-                self.device
-            )
+                total = self.accumulate_low_rank(folded, matrix, rows).view(-1)[skip : skip + high - low]
+            part = total.to(dtype) * rounded(self.field.unit(matrix), dtype)
+            out[low - span[0] : high - span[0]] = part.to(self.device)
         return out
+
+    def _recorded_sum(self, folded: Folded, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        """The same with weights and generation in the card's memory, so that a card is given all its kernels at once.
+
+        Every address has a weight, be it zero, and what a sum can reach is rounded up to a power of two: both must not
+        change from one generation to the next.
+        """
+        addresses = self.distinct[0]
+        bound = 1 << folded.magnitude.bit_length()
+        if bound * VALUES[self.field.kind].limit >= 2**31:
+            return self._sum_of_pieces(folded, span, dtype)
+        weights = np.zeros(addresses.size, np.int64)
+        weights[np.searchsorted(addresses, folded.addresses)] = folded.weights
+        key = (self.field, addresses.tobytes(), span, dtype, self.device, bound)
+        if key not in recordings:
+            field, device = self.field, self.device
+
+            def sums(weights: torch.Tensor, generation: torch.Tensor) -> torch.Tensor:
+                noise = field.members([], generation, device)
+                return noise._sum_of_pieces(Folded(addresses, weights, bound), span, dtype)
+
+            recordings[key] = Recorded(sums)
+            if len(recordings) > RECORDINGS:
+                recordings.popitem(last=False)
+        number = torch.full((), int(self.generation), dtype=torch.int64, device=self.device)
+        return recordings[key](torch.from_numpy(weights).to(self.device), number).clone()
 
     # Addresses
 
@@ -369,12 +452,32 @@ class Noise:
         given = np.asarray(weights)
         if given.shape != self.members.shape or (given.size and given.dtype.kind not in "iu"):
             raise BadInput(f"Weights must be whole numbers, one per member: got {given.dtype} of shape {given.shape}.")
-        magnitude = sum(map(abs, given.tolist()))
+        largest = max(abs(int(given.max(initial=0))), abs(int(given.min(initial=0))))
+        safe = largest * given.size < 2**53
+        magnitude = int(abs(given.astype(np.int64)).sum()) if safe else sum(map(abs, given.tolist()))
         bounded(magnitude, 2**63)
-        addresses, where = np.unique(self.addresses, return_inverse=True)
-        folded = np.zeros(addresses.size, np.int64)
-        np.add.at(folded, where, given.astype(np.int64) * (self.signs if power == 1 else 1))
+        signed = given.astype(np.int64) * (self.signs if power == 1 else 1)
+        addresses, where = self.distinct
+        if where is None:
+            folded = signed[::2] + signed[1::2]
+        else:
+            folded = np.zeros(addresses.size, np.int64)
+            np.add.at(folded, where, signed)
         return Folded(addresses[folded != 0], folded[folded != 0], magnitude)
+
+    @cached_property
+    def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Each address once, in ascending order, and where each member's is among them; None if two by two."""
+        if self.paired and (np.diff(self.addresses[::2]) > 0).all():
+            return self.addresses[::2], None
+        return np.unique(self.addresses, return_inverse=True)
+
+    @cached_property
+    def paired(self) -> bool:
+        """Whether the members are mirrored pairs, each with its even member first."""
+        even, odd = self.members[::2], self.members[1::2]
+        whole = self.field.mirrored and even.size == odd.size
+        return bool(whole and ((even & 1) == 0).all() and (even + 1 == odd).all())
 
     def _refuse_matrices(self, span: Span, stream: Stream) -> None:
         if stream == Stream.DENSE and any(matrix is not None for _, _, matrix in self.field.pieces(*span)):
@@ -406,17 +509,33 @@ def bounded(bound: int, end: int) -> int:
     return bound
 
 
-def significant(sigma: float | torch.Tensor, factor: float, like: torch.Tensor) -> torch.Tensor:
+def significant(sigma: Sigma, factor: float, like: torch.Tensor) -> torch.Tensor:
     """sigma * factor with 20 significant bits, in like's dtype and on its device: a number is rounded, a vector cut."""
+    if isinstance(sigma, Live):
+        return sigma.times(factor, like.dtype)
     if not isinstance(sigma, torch.Tensor):
         if not abs(sigma) < 1e38:
             raise BadInput(f"Sigma must be a finite number, not {sigma}.")
-        mantissa, exponent = math.frexp(sigma * factor)
-        value = math.ldexp(round(math.ldexp(mantissa, SIGNIFICANT)), exponent - SIGNIFICANT)
-        return torch.tensor([value], dtype=like.dtype, device=like.device)
+        return torch.full((1,), shortened(sigma * factor), dtype=like.dtype, device=like.device)
     scaled = sigma.to(like.dtype) * rounded(factor, like.dtype)
     bits, drop = (torch.int32, 24 - SIGNIFICANT) if like.dtype == torch.float32 else (torch.int64, 53 - SIGNIFICANT)
     return (scaled.view(bits) & -(1 << drop)).view(like.dtype)
+
+
+def shortened(value: float) -> float:
+    """A number rounded to 20 significant bits."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(math.ldexp(mantissa, SIGNIFICANT)), exponent - SIGNIFICANT)
+
+
+def tensor_on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A host array that does not change, as a tensor."""
+    found = on(array, device)
+    return torch.from_numpy(found) if isinstance(found, np.ndarray) else found
+
+
+def as_tensor(array: NDArray[Any] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(device)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from germline.kernels import home, kernels_of
 from germline.noise import rounded
 
 
@@ -83,12 +84,19 @@ class Adam:
         assert moments.first is not None, "Adam needs the moments that init gives"
         assert moments.second is not None
         dtype = theta.dtype
+        power1, power2 = moments.power1 * self.beta1, moments.power2 * self.beta2
+        corrected, correction = rate / (1 - power1), 1 / math.sqrt(1 - power2)
+        if home(theta.device).type == "cuda" and dtype == torch.float32:
+            betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
+            values = (rate * self.weight_decay, *betas, corrected, correction, self.eps)
+            scalars = tuple(rounded(value, dtype) for value in values)
+            made = kernels_of(theta.device).adam(theta, moments.first, moments.second, gradient, scalars)
+            return made[0], Moments(made[1], made[2], power1, power2)
         theta = decay(theta, rate * self.weight_decay)
         first = moments.first * rounded(self.beta1, dtype) + gradient * rounded(1 - self.beta1, dtype)
         second = moments.second * rounded(self.beta2, dtype) + (gradient * gradient) * rounded(1 - self.beta2, dtype)
-        power1, power2 = moments.power1 * self.beta1, moments.power2 * self.beta2
-        step = first * rounded(rate / (1 - power1), dtype)
-        scale = square_root(second) * rounded(1 / math.sqrt(1 - power2), dtype) + rounded(self.eps, dtype)
+        step = first * rounded(corrected, dtype)
+        scale = square_root(second) * rounded(correction, dtype) + rounded(self.eps, dtype)
         return theta - step / scale, Moments(first, second, power1, power2)
 
 

@@ -34,10 +34,13 @@ def ranks(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     [-1, 2, -3, 2]
     """
     key = goodness(scores, maximize)
-    order = np.sort(key)
-    worse = np.searchsorted(order, key, "left")
-    better = key.size - np.searchsorted(order, key, "right")
-    return (worse - better).astype(np.int64)
+    order = np.argsort(key)
+    ordered = key[order]
+    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]][: key.size])  # of those that share a score
+    last = np.append(first[1:], key.size)
+    found = np.empty(key.size, np.int64)
+    found[order] = np.repeat(first + last - key.size, last - first)
+    return found
 
 
 def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:

@@ -1,5 +1,6 @@
 """The three implementations of the field agree bit for bit, and with a definition in plain Python integers."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.kernels import Address, Reading, cpu, reference
+from germline.optim import Adam
 
 if find_spec("triton"):  # comes with torch on Linux only
     from germline.kernels import cuda
@@ -224,28 +226,81 @@ def test_blends_are_pooled(window: tuple[int, ...]) -> None:
     assert np.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.skipif(cuda is None, reason="Triton comes with torch on Linux only")
+# Triton's interpreter multiplies wrongly in bfloat16
+NARROW = torch.bfloat16 if GPU.type == "cuda" else torch.float16
+triton_only = pytest.mark.skipif(cuda is None, reason="Triton comes with torch on Linux only")
+
+
+@triton_only
+@pytest.mark.parametrize("rank", [1, 3])
+def test_blends_where_each_member_has_a_base_of_its_own(rank: int) -> None:
+    rng = np.random.default_rng(rank)
+    members, n, rows, addresses, positions = 5, 19, 7, 3, 6
+    shapes = [(members, n, rows, positions), (members, n, rank, positions), (addresses, rank, rows), (members, rows)]
+    given: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in [*shapes, (members,)]]
+    given += [np.array([0, 2, 2, 1, 0]), True]
+    expected = np.empty((members, n, rows, positions), np.float32)
+    reference.blend_outer(expected, *given)
+    tensors: list[Any] = [torch.from_numpy(array).to(GPU) for array in given[:-1]]
+    tensors.append(True)
+    cuda.blend_outer(tensors[0], *tensors)  # in place
+    assert np.allclose(tensors[0].cpu().numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def random_numbers(seed: int) -> Any:
+    rng = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=rng).to(GPU, NARROW)
+
+
+@triton_only
+@pytest.mark.parametrize(("n", "columns", "rank"), [(19, 70, 1), (130, 300, 3)])
+def test_thin_products(n: int, columns: int, rank: int) -> None:
+    random, where = random_numbers(n), torch.tensor([1, 1, 0], device=GPU)
+    x, b = random(3, n, columns), random(2, rank, columns)
+    out = torch.full((3, n, rank), 77.0, device=GPU)
+    cuda.thin_product(out, x, b, where)
+    assert torch.allclose(out.double(), x.double() @ b[where].double().transpose(1, 2), rtol=1e-4, atol=1e-3)
+
+
+@triton_only
+@pytest.mark.parametrize("made", ["not", "of shared parts", "of parts of its own"])
 @pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize(("n", "rows", "columns"), [(19, 10, 70), (130, 140, 33)])
-def test_linear_layers_with_noise_of_low_rank(n: int, rows: int, columns: int, relu: bool) -> None:
-    # Triton's interpreter multiplies wrongly in bfloat16
-    dtype = torch.bfloat16 if GPU.type == "cuda" else torch.float16
-    rng = torch.Generator().manual_seed(n)
-    members, rank = 3, 2
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=rng).to(GPU, dtype)
-
-    x, weight, bias = random(members, n, columns), random(rows, columns), random(members, rows)
-    a, b = torch.zeros(2, 2, 16, max(rows, columns)).to(GPU, dtype)
-    a, b = a[..., :rows].contiguous(), b[..., :columns].contiguous()
-    a[:, :rank], b[:, :rank] = random(2, rank, rows).round(), random(2, rank, columns).round()
+@pytest.mark.parametrize(("n", "rows", "columns", "rank"), [(19, 10, 70, 1), (130, 61, 33, 3)])
+def test_narrow_linear_layers(n: int, rows: int, columns: int, rank: int, relu: bool, made: str) -> None:
+    random, members, rank_x = random_numbers(n), 3, 2
     scales, where = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
-    out = torch.empty(members, n, rows, dtype=dtype, device=GPU)
-    cuda.linear_outer(out, x, weight, a, b, bias, scales, where, relu)
+    weight, a, b, bias = random(rows, columns), random(2, rank, rows), random(2, rank, columns), random(members, rows)
+    x = random(members, n, columns)
+    inputs: tuple[torch.Tensor, ...] = (x,)
+    if made != "not":
+        shared = made == "of shared parts"
+        base, thin = (random(n, columns), random(n, 2, rank_x)) if shared else (x, random(members, n, rank_x))
+        inputs = (base, thin, random(2, rank_x, columns), random(members, columns), 2 * scales)
+        x = torch.empty(members, n, columns, 1, dtype=NARROW, device=GPU)
+        cuda.blend_outer(x, base[..., None], thin[..., None], *inputs[2:], where, relu)
+        x = x.squeeze(-1)
+    out = torch.empty(members, n, rows, dtype=NARROW, device=GPU)
+    cuda.narrow_linear(out, inputs, relu, weight, a, b, bias, scales, where, relu)
     for i in range(members):
         noise = scales[i].double() * (a[where[i]].double().T @ b[where[i]].double())
         expected = x[i].double() @ (weight.double() + noise).T + bias[i].double()
         expected = expected.relu() if relu else expected
         error = (out[i].double() - expected).abs().max() / expected.square().mean().sqrt()
-        assert error < 0.05
+        assert error < 0.02
+
+
+@triton_only
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_adam_in_one_pass_has_the_bits_of_its_operations(decay: float) -> None:
+    rng, adam = torch.Generator().manual_seed(0), Adam(weight_decay=decay)
+    theta, gradient = torch.randn(2, 5000, generator=rng)
+    moments = adam.init(theta)
+    fused, first, second = theta.to(GPU), torch.zeros(5000, device=GPU), torch.zeros(5000, device=GPU)
+    for _ in range(3):
+        gradient = gradient * 0.7 + 1e-3
+        theta, moments = adam.step(theta, gradient, moments, 0.02)
+        corrections = 0.02 / (1 - moments.power1), 1 / math.sqrt(1 - moments.power2)
+        scalars = (0.02 * decay, 0.9, 1 - 0.9, 0.999, 1 - 0.999, *corrections, 1e-8)
+        rounded = tuple(float(np.float32(value)) for value in scalars)
+        fused, first, second = cuda.adam(fused, first, second, gradient.to(GPU), rounded)
+        assert torch.equal(fused.cpu(), theta)

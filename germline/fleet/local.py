@@ -53,21 +53,31 @@ class Local:
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
     ) -> NDArray[np.float32]:
         """The scores of all members."""
-        blocks = evaluator.blocks(population)
-        threads = 1
-        if evaluator.device.type == "cpu":
-            # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
-            usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
-            threads = min(self.workers or usual, len(blocks))
+        recording = evaluator.recording(candidates, population, batch)
+        if recording is not None and recording.trusted:  # no code of anybody's runs
+            assert batch is not None
+            return recording.scores(candidates, batch).cpu().numpy()
+        # what the code of a model or a score draws from the global generators is not the user's
+        with one_thread_each(), exact_arithmetic(), seeded_generators(0):
+            if recording is not None:
+                assert batch is not None
+                return recording.scores(candidates, batch).cpu().numpy()
+            if evaluator.device.type != "cpu":
+                return evaluator.scores(candidates, population, batch).cpu().numpy()
+            return self._evaluate_on_threads(evaluator, candidates, population, batch)
 
-        generation = evaluator.generation(candidates, batch)
+    def _evaluate_on_threads(
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
+    ) -> NDArray[np.float32]:
+        # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
+        usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
+        blocks, generation = evaluator.blocks(population), evaluator.generation(candidates, batch)
+        threads = min(self.workers or usual, len(blocks))
 
         def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
             return evaluator.score_block(generation, members)
 
-        # what the code of a model or a score draws from the global generators is not the user's
-        with one_thread_each(), exact_arithmetic(), seeded_generators(0):
-            scores = list(map(score, blocks) if threads == 1 else pool(threads).map(score, blocks))
+        scores = list(map(score, blocks) if threads == 1 else pool(threads).map(score, blocks))
         return np.concatenate(scores)[:population]
 
     def gradient(

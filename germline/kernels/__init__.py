@@ -5,6 +5,7 @@ definition (NumPy, slow), ``cpu`` is Numba, ``cuda`` is Triton. They work in pla
 already checked; nothing here allocates a result or refuses an argument.
 """
 
+from collections import OrderedDict
 from enum import IntEnum
 from functools import cache
 from importlib import import_module
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 TILE = 1024  # parameters of a tile: 128 blocks by 8 lanes
 BLOCKS = 128  # Philox blocks of a tile
 ROUNDS = 7
+KEPT = 1024  # arrays that cards keep: numbers of members, their signs and the like
+kept: OrderedDict[Any, torch.Tensor] = OrderedDict()
 
 
 class Reading(IntEnum):
@@ -38,7 +41,7 @@ class Address(NamedTuple):
 
     seed: int  # 64 bits: the Philox key, low word first
     stream: int
-    generation: int
+    generation: Any  # a number or, for a card, a tensor of one there, which a recorded kernel reads anew each time
     members: Any  # (m,) int64, on the kernel's own device
     start: int  # the first parameter
 
@@ -64,5 +67,13 @@ def raw(tensor: torch.Tensor) -> Any:
 
 
 def on(array: NDArray[Any], place: torch.device) -> Any:
-    """A host array as the kernels of a place take it."""
-    return array if place.type == "cpu" else torch.from_numpy(array).to(place)
+    """A host array as the kernels of a place take it; a card keeps what it was given of late, to be given it once."""
+    if place.type == "cpu":
+        return array
+    key = (place, array.dtype.str, array.shape, array.tobytes())
+    if key not in kept:
+        kept[key] = torch.from_numpy(array).to(place)
+        if len(kept) > KEPT:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]

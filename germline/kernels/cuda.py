@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
+from germline.kernels.cuda_layers import blend_outer, narrow_linear, thin_product
 
 POPCOUNT = tl.constexpr(int(Reading.POPCOUNT))
 SIGN = tl.constexpr(int(Reading.SIGN))
@@ -24,7 +25,7 @@ WARPS = 2  # two blocks a thread: of 1, 2 and 4 warps the fastest for sums on an
 RESIDENT_TILES = 2048  # enough programs to fill a large card; fewer tiles than this are also split over members
 
 # One compiled kernel for all addresses: their types are fixed and their values not specialised on.
-kernel = triton.jit(do_not_specialize=["count", "key0", "key1", "generation", "stream", "start", "stop"])
+kernel = triton.jit(do_not_specialize=["count", "key0", "key1", "stream", "start", "stop"])
 
 
 @triton.jit
@@ -91,11 +92,11 @@ def _places(tile, start, stop):
 @kernel
 def _fill(
     out, members,
-    key0: tl.int64, key1: tl.int64, generation: tl.int64, stream: tl.int64, start: tl.int64, stop: tl.int64,
+    key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
     READING: tl.constexpr,
 ):  # fmt: skip
     tile, row = _tile_and_row(start, stop)
-    c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, generation, stream)
+    c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, tl.load(generation), stream)
     base, first, last = _places(tile, start, stop)
     out += row * (stop - start) + base
     for lane in tl.static_range(8):
@@ -106,21 +107,24 @@ def _fill(
 @kernel
 def _perturb(
     out, theta, scale, signs, members,
-    key0: tl.int64, key1: tl.int64, generation: tl.int64, stream: tl.int64, start: tl.int64, stop: tl.int64,
-    VECTOR: tl.constexpr, READING: tl.constexpr,
+    key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
+    VECTOR: tl.constexpr, PAIRS: tl.constexpr, READING: tl.constexpr,
 ):  # fmt: skip
     tile, row = _tile_and_row(start, stop)
-    c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, generation, stream)
+    c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, tl.load(generation), stream)
     base, first, last = _places(tile, start, stop)
-    sign = tl.load(signs + row).to(theta.dtype.element_ty)
-    out += row * (stop - start) + base
+    sign = 1.0 if PAIRS else tl.load(signs + row).to(theta.dtype.element_ty)
+    out += (2 * row if PAIRS else row) * (stop - start) + base
     theta += base
     for lane in tl.static_range(8):
         k = lane * BLOCKS_ + tl.arange(0, BLOCKS_)
         mask = (k >= first) & (k < last)
         step = sign * (tl.load(scale + base + k, mask=mask) if VECTOR else tl.load(scale))
         eps = _lane(c0, c1, c2, c3, lane, READING).to(theta.dtype.element_ty)
-        tl.store(out + k, tl.load(theta + k, mask=mask) + step * eps, mask=mask)
+        centre = tl.load(theta + k, mask=mask)
+        tl.store(out + k, centre + step * eps, mask=mask)
+        if PAIRS:
+            tl.store(out + (stop - start) + k, centre + -step * eps, mask=mask)
 
 
 @triton.jit
@@ -139,16 +143,17 @@ def _add(out, LANE: tl.constexpr, total, first, last):
 @kernel
 def _accumulate(
     out, weights, members, count,
-    key0: tl.int64, key1: tl.int64, generation: tl.int64, stream: tl.int64, start: tl.int64, stop: tl.int64,
+    key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
     CENTRE: tl.constexpr, READING: tl.constexpr,
 ):  # fmt: skip
     tile = start // TILE_ + tl.program_id(0).to(tl.int64)
     share = tl.cdiv(count, tl.num_programs(1))
     begin = tl.program_id(1) * share
+    number = tl.load(generation)
     t0 = tl.zeros((BLOCKS_,), tl.int32)  # one sum a lane, in variables: as one tensor they cost a third of the speed
     t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
     for i in range(begin, tl.minimum(begin + share, count)):
-        c0, c1, c2, c3 = _words(tile, tl.load(members + i), key0, key1, generation, stream)
+        c0, c1, c2, c3 = _words(tile, tl.load(members + i), key0, key1, number, stream)
         weight = tl.load(weights + i)
         t0 += weight * _term(c0, 0, READING, CENTRE)
         t1 += weight * _term(c0, 1, READING, CENTRE)
@@ -170,77 +175,34 @@ def _accumulate(
 
 
 @triton.jit
-def _blend(
-    out, shared, thin, thick, bias, scales, where, n, rows, positions, addresses,
-    RANK: tl.constexpr, RELU: tl.constexpr, MAPS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
+def _adam(
+    theta, first, second, gradient, theta_out, first_out, second_out, count,
+    decay, beta1, rest1, beta2, rest2, rate, correction, eps, DECAYS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of TALL examples and WIDE of the rows x positions outputs of one member."""
-    wide = rows * positions
-    tiles = tl.cdiv(n, TALL) * tl.cdiv(wide, WIDE)
-    program = tl.program_id(0).to(tl.int64)
-    member, tile = program // tiles, program % tiles
-    j = (tile // tl.cdiv(wide, WIDE)) * TALL + tl.arange(0, TALL)
-    q = (tile % tl.cdiv(wide, WIDE)) * WIDE + tl.arange(0, WIDE)
-    k, p = (q // positions, q % positions) if MAPS else (q, q * 0)
-    here, some = (j < n)[:, None] & (q < wide)[None, :], q < wide
-    address, scale = tl.load(where + member), tl.load(scales + member)
-    total = tl.zeros((TALL, WIDE), scale.dtype)
-    for r in tl.static_range(RANK):
-        column = (j * addresses + address) * RANK + r
-        if MAPS:
-            left = tl.load(thin + column[:, None] * positions + p[None, :], mask=here, other=0.0)
-        else:
-            left = tl.load(thin + column, mask=j < n, other=0.0)[:, None]
-        right = tl.load(thick + (address * RANK + r) * rows + k, mask=some, other=0.0)
-        total += left.to(scale.dtype) * right.to(scale.dtype)[None, :]
-    base = tl.load(shared + j[:, None] * wide + q[None, :], mask=here, other=0.0).to(scale.dtype)
-    own = tl.load(bias + member * rows + k, mask=some, other=0.0).to(scale.dtype)
-    value = base + own[None, :] + scale * total
-    if RELU:
-        value = tl.where(value <= 0, 0.0, value)  # NaN stays NaN
-    tl.store(out + member * n * wide + j[:, None] * wide + q[None, :], value, mask=here)
-
-
-@triton.jit
-def _linear_outer(
-    out, x, weight, a, b, bias, scales, where, n, rows, columns,
-    RELU: tl.constexpr, RANKS: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
-):  # fmt: skip
-    """A tile of TALL examples and WIDE outputs of one member; x and its product with B share one pass over x."""
-    across = tl.cdiv(rows, WIDE)
-    tiles = tl.cdiv(n, TALL) * across
-    program = tl.program_id(0).to(tl.int64)
-    member, tile = program // tiles, program % tiles
-    j, k = (tile // across) * TALL + tl.arange(0, TALL), (tile % across) * WIDE + tl.arange(0, WIDE)
-    address, rank = tl.load(where + member), tl.arange(0, RANKS)
-    total, thin = tl.zeros((TALL, WIDE), tl.float32), tl.zeros((TALL, RANKS), tl.float32)
-    x += member * n * columns + j[:, None] * columns
-    weight += k[None, :].to(tl.int64) * columns
-    b += (address * RANKS + rank[None, :]) * columns
-    for first in range(0, columns, DEEP):
-        c = first + tl.arange(0, DEEP)
-        inside = c < columns
-        left = tl.load(x + c[None, :], mask=(j < n)[:, None] & inside[None, :], other=0.0)
-        right = tl.load(weight + c[:, None], mask=(k < rows)[None, :] & inside[:, None], other=0.0)
-        total = tl.dot(left, right, total)
-        thin = tl.dot(left, tl.load(b + c[:, None], mask=inside[:, None], other=0.0), thin)
-    factors = tl.load(
-        a + address * RANKS * rows + rank[:, None] * rows + k[None, :], mask=(k < rows)[None, :], other=0.0
-    )
-    total += tl.load(scales + member) * tl.dot(thin.to(factors.dtype), factors)
-    total += tl.load(bias + member * rows + k, mask=k < rows, other=0.0).to(tl.float32)[None, :]
-    if RELU:
-        total = tl.where(total <= 0, 0.0, total)  # NaN stays NaN
-    here = (j < n)[:, None] & (k < rows)[None, :]
-    tl.store(out + member * n * rows + j[:, None] * rows + k[None, :], total, mask=here)
+    """One operation after the other, none contracted: see ``germline.optim.Adam``, whose bits these are."""
+    k = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    inside = k < count
+    x, g = tl.load(theta + k, mask=inside), tl.load(gradient + k, mask=inside)
+    if DECAYS:
+        x = x - x * decay
+    m = tl.load(first + k, mask=inside) * beta1 + g * rest1
+    v = tl.load(second + k, mask=inside) * beta2 + (g * g) * rest2
+    scale = tl.sqrt_rn(v) * correction + eps
+    tl.store(theta_out + k, x - tl.div_rn(m * rate, scale), mask=inside)
+    tl.store(first_out + k, m, mask=inside)
+    tl.store(second_out + k, v, mask=inside)
 
 
 def _tiles(start: int, count: int) -> int:
     return (start + count - 1) // TILE - start // TILE + 1
 
 
-def _field(address: Address, count: int) -> tuple[int, ...]:
-    return (*address.key, address.generation, address.stream, address.start, address.start + count)
+def _field(address: Address, count: int) -> tuple[Any, ...]:
+    """The generation is read from the card: a kernel that was recorded in one generation is launched in others."""
+    number = address.generation
+    if not isinstance(number, torch.Tensor):
+        number = torch.full((), number, dtype=torch.int64, device=address.members.device)
+    return (*address.key, number, address.stream, address.start, address.start + count)
 
 
 def fill(out: torch.Tensor, address: Address, reading: Reading) -> None:
@@ -252,15 +214,53 @@ def fill(out: torch.Tensor, address: Address, reading: Reading) -> None:
 
 
 def perturb(
-    out: torch.Tensor, theta: torch.Tensor, scale: torch.Tensor, signs: torch.Tensor, address: Address, reading: Reading
+    out: torch.Tensor,
+    theta: torch.Tensor,
+    scale: torch.Tensor,
+    signs: torch.Tensor | None,
+    address: Address,
+    reading: Reading,
 ) -> None:
-    rows, count = out.shape
+    """As ``reference.perturb``; without signs, each address is that of two rows, one with its noise, one against."""
+    count, pairs = out.shape[1], signs is None
+    rows = len(address.members)
     if rows and count:
-        arguments: tuple[Any, ...] = (out, theta, scale, signs, address.members, *_field(address, count))
+        arrays = (out, theta, scale, address.members if signs is None else signs, address.members)
         options = {"num_warps": WARPS, "enable_fp_fusion": False}
         with torch.cuda.device_of(out):
             grid = (_tiles(address.start, count) * rows,)
-            _perturb[grid](*arguments, VECTOR=scale.numel() > 1, READING=int(reading), **options)
+            field = _field(address, count)
+            _perturb[grid](*arrays, *field, VECTOR=scale.numel() > 1, PAIRS=pairs, READING=int(reading), **options)
+
+
+@triton.jit
+def _perturb_outer(
+    out, theta, scale, a, b, skip, count, rows, columns, stride,
+    RANK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(count, WIDE)
+    program = tl.program_id(0).to(tl.int64)
+    member, k = program // tiles, program % tiles * WIDE + tl.arange(0, WIDE)
+    inside = k < count
+    row, column = (k + skip) // columns, (k + skip) % columns
+    total = tl.zeros((WIDE,), tl.int32)
+    for r in tl.static_range(RANK):
+        left = tl.load(a + (member * rows + row) * RANK + r, mask=inside, other=0).to(tl.int32)
+        total += left * tl.load(b + (member * RANK + r) * columns + column, mask=inside, other=0).to(tl.int32)
+    centre = tl.load(theta + k, mask=inside)
+    tl.store(out + member * stride + k, centre + tl.load(scale) * total.to(centre.dtype), mask=inside)
+
+
+def perturb_outer(
+    out: torch.Tensor, theta: torch.Tensor, scale: torch.Tensor, a: torch.Tensor, b: torch.Tensor, skip: int
+) -> None:
+    """out[i] = theta + scale * (A_i B_i^T), from its ``skip``-th element on; b is (members, rank, columns)."""
+    members, count = out.shape
+    if members and count:
+        options = {"RANK": a.shape[2], "WIDE": 1024, "num_warps": 4, "enable_fp_fusion": False}
+        with torch.cuda.device_of(out):
+            grid = (members * triton.cdiv(count, 1024),)
+            _perturb_outer[grid](out, theta, scale, a, b, skip, count, a.shape[1], b.shape[2], out.stride(0), **options)
 
 
 def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, centre: int) -> None:
@@ -274,52 +274,17 @@ def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, readi
             _accumulate[tiles, shares](*arguments, CENTRE=centre, READING=int(reading), num_warps=WARPS)
 
 
-def blend_outer(
-    out: torch.Tensor,
-    shared: torch.Tensor,
-    thin: torch.Tensor,
-    thick: torch.Tensor,
-    bias: torch.Tensor,
-    scales: torch.Tensor,
-    where: torch.Tensor,
-    relu: bool,
-    window: None = None,
-) -> None:
-    """As ``reference.blend_outer``, without a window; the arithmetic is in the type of the scales."""
-    members, n, rows, positions = out.shape
-    tall, wide = 16, min(128, triton.next_power_of_2(rows * positions))
-    grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows * positions, wide),)
-    sizes = (n, rows, positions, thin.shape[1])
-    options = {"RANK": thin.shape[2], "RELU": relu, "MAPS": positions > 1, "TALL": tall, "WIDE": wide}
-    if out.numel():
-        with torch.cuda.device_of(out):
-            _blend[grid](out, shared, thin, thick, bias, scales, where, *sizes, **options, num_warps=1)
+def adam(
+    theta: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, scalars: tuple[float, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """theta and both moments after a step, in one pass over float32; so are the scalars, in the kernel's order."""
+    arrays = [x.contiguous() for x in (theta, first, second, gradient)]
+    made = torch.empty_like(arrays[0]), torch.empty_like(arrays[0]), torch.empty_like(arrays[0])
+    if theta.numel():
+        options = {"DECAYS": scalars[0] != 0, "WIDE": 1024, "num_warps": 4, "enable_fp_fusion": False}
+        with torch.cuda.device_of(theta):
+            _adam[(triton.cdiv(theta.numel(), 1024),)](*arrays, *made, theta.numel(), *scalars, **options)
+    return made
 
 
-def linear_outer(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor,
-    scales: torch.Tensor,
-    where: torch.Tensor,
-    relu: bool,
-) -> None:
-    """out[i] = x[i] (weight + scales[i] A B^T)^T + bias[i] for each member i, then relu, where A, B are at where[i].
-
-    ``x`` is (members, n, columns), ``a`` (addresses, ranks, rows), ``b`` (addresses, ranks, columns), of which ranks
-    beyond the noise's own are zero: a power of two from 16 on, as tensor cores want it. All in one 16-bit type.
-    """
-    members, n, columns = x.shape
-    rows, ranks = weight.shape[0], a.shape[1]
-    tall = 128 if n > 64 else 64
-    wide = 16 if rows <= 16 else 64 if rows <= 64 else 128
-    grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows, wide),)
-    deep, warps = (32, 4) if wide == 16 else (64, 8)  # fixed, not tuned at run time: they decide the order of sums
-    options = {"RELU": relu, "RANKS": ranks, "TALL": tall, "WIDE": wide, "DEEP": deep}
-    if out.numel():
-        with torch.cuda.device_of(out):
-            arrays = (out, x, weight, a, b, bias, scales, where)
-            _linear_outer[grid](*arrays, n, rows, columns, **options, num_warps=warps, num_stages=3)
+__all__ = ["accumulate", "adam", "blend_outer", "fill", "narrow_linear", "perturb", "perturb_outer", "thin_product"]

@@ -92,7 +92,10 @@ def blend_outer(
     The last axis, of positions, belongs to out, shared and thin. Then relu, then the largest in each window, given as
     the height and width of a map, of the window, and of a step.
     """
-    outer = np.einsum("jirp,irk->ijkp", thin[:, where], thick[where])
+    if shared.ndim == 4:  # for each member its own, and thin[i, j, r] with it
+        outer = np.einsum("ijrp,irk->ijkp", thin, thick[where])
+    else:
+        outer = np.einsum("jirp,irk->ijkp", thin[:, where], thick[where])
     value = shared + bias[:, None, :, None] + scales[:, None, None, None] * outer
     value = np.where(value <= 0, 0, value) if relu else value
     if window is not None:

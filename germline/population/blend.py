@@ -1,49 +1,76 @@
 """What all members share, their own noise, their bias and what follows, put together in one pass."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from germline.kernels import home, kernels_of, on, raw
+from germline.kernels import home, kernels_of, raw
+from germline.noise import tensor_on
 from germline.population.buffers import empty, stacked
 from germline.population.pending import After, MaxPool, Relu, finish
 
-Scales = NDArray[np.float64]  # of the noise of each member
 Where = NDArray[np.int64]  # the address of each member
 
 
-def blend_outer(
-    shared: torch.Tensor,
-    thin: torch.Tensor,
-    thick: torch.Tensor,
-    scales: Scales,
-    where: Where,
-    bias: torch.Tensor | None,
-    after: After,
-) -> torch.Tensor:
-    """shared + scale_i thin_i thick_i^T + bias_i for each member i, whose noise is at address where_i.
+@dataclass(frozen=True)
+class Parts:
+    """An output that is yet to be put together: base + scale_i thin_i thick_i^T + bias_i for each member i, then after.
 
-    ``shared`` is (n, R) or (n, R, ...), ``thin`` (n, addresses * rank) or (n, addresses * rank, ...), ``thick``
-    (addresses, R, rank), ``bias`` (members, R); the result is (members, *shared.shape), or what ``after`` makes of it.
+    ``base`` is (n, R) or (n, R, ...) and ``thin`` (n, addresses * rank) or (n, addresses * rank, ...), the same for all
+    members; or there is one for each, with the members first: (members, n, R, ...) and (members, n, rank, ...), of
+    which the first may be written to. ``thick`` is (addresses, R, rank), ``bias`` (members, R).
     """
-    members, (n, rows), (addresses, _, rank) = len(scales), shared.shape[:2], thick.shape
-    place, positions = home(shared.device), shared.shape[2:]
-    relu, pool, rest = in_one_pass(after, len(positions) if place.type == "cpu" else 0)
+
+    base: torch.Tensor
+    thin: torch.Tensor
+    thick: torch.Tensor
+    bias: torch.Tensor | None
+    scales: torch.Tensor  # of the noise of each member
+    where: Where
+    after: After
+    shared: bool = True
+
+    def flat(self, place: torch.device) -> tuple[torch.Tensor, ...]:
+        """base, thin, thick, bias and scales as kernels take them: positions in one axis, ranks before rows."""
+        (addresses, _, rank), members = self.thick.shape, len(self.scales)
+        n, rows = self.base.shape[:2] if self.shared else self.base.shape[1:3]
+        full = torch.float64 if self.base.dtype == torch.float64 else torch.float32
+        own = full if place.type == "cpu" else self.base.dtype  # of the memory; the arithmetic is in full
+        base = self.base.reshape(*(() if self.shared else (members,)), n, rows, -1).to(place, own).contiguous()
+        thin = self.thin.reshape(*((n, addresses) if self.shared else (members, n)), rank, -1).to(place).contiguous()
+        thin = thin.to(own) if place.type == "cpu" else thin
+        thick = self.thick.transpose(1, 2).to(place, own).contiguous()  # (a, r, R)
+        bias = base.new_zeros(members, rows) if self.bias is None else self.bias.to(place, own).contiguous()
+        return base, thin, thick, bias, self.scales.to(place, full)
+
+
+def put_together(parts: Parts) -> torch.Tensor:
+    """(members, n, R, ...), or what ``after`` makes of it."""
+    place = home(parts.base.device)
+    if not parts.shared and place != parts.base.device:
+        return corrected(parts)
+    positions = parts.base.shape[2 if parts.shared else 3 :]
+    relu, pool, rest = in_one_pass(parts.after, len(positions) if place.type == "cpu" else 0)
     sizes = pooled(positions, pool) if pool is not None else positions
-    full = torch.float64 if shared.dtype == torch.float64 else torch.float32
-    own = full if place.type == "cpu" else shared.dtype  # of the memory; the arithmetic is in full
-    base = shared.reshape(n, rows, -1).to(place, own).contiguous()
-    thin = thin.reshape(n, addresses, rank, -1).to(place, own).contiguous()
-    thick = thick.transpose(1, 2).to(place, own).contiguous()  # (a, r, R)
-    bias = base.new_zeros(members, rows) if bias is None else bias.to(place, own).contiguous()
-    out = empty((members, n, rows, sizes.numel()), base)
-    arrays = [raw(x) for x in (out, base, thin, thick, bias)]
+    base, thin, thick, bias, scales = parts.flat(place)
+    members, (n, rows) = len(scales), base.shape[-3:-1]
+    out = empty((members, n, rows, sizes.numel()), base) if parts.shared else base
     window = (*positions, *pool.kernel, *pool.stride) if pool is not None else None
-    scale = on(scales.astype(np.float64 if full == torch.float64 else np.float32), place)
-    kernels_of(place).blend_outer(*arrays, scale, on(where, place), relu, window)
-    return finish(out.view(members, n, rows, *sizes).to(shared.device, shared.dtype), rest)
+    where = raw(tensor_on(parts.where, place))
+    kernels_of(place).blend_outer(*(raw(x) for x in (out, base, thin, thick, bias, scales)), where, relu, window)
+    return finish(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
+
+
+def corrected(parts: Parts) -> torch.Tensor:
+    """The same in torch's operations, for a device without kernels, where each member has a base of its own."""
+    base, thin, thick, bias, scales = parts.flat(parts.base.device)
+    mine = thick[tensor_on(parts.where, base.device)]  # (m, r, R)
+    term = torch.einsum("mnrp,mrk->mnkp", thin.to(base.dtype) * scales.to(base.dtype)[:, None, None, None], mine)
+    out = base.add_(term).add_(bias[:, None, :, None])
+    return finish(out.view(parts.base.shape), parts.after)
 
 
 def in_one_pass(after: After, dimensions: int) -> tuple[bool, MaxPool | None, After]:
@@ -63,17 +90,18 @@ def pooled(positions: torch.Size, pool: MaxPool) -> torch.Size:
 def blend(
     shared: torch.Tensor,
     noise: Callable[[int], torch.Tensor],
-    scales: Scales,
+    scales: torch.Tensor,
     where: Where,
     bias: torch.Tensor | None,
     after: After,
 ) -> torch.Tensor:
     """shared + scale_i noise(where_i) + bias_i for each member i; the noise of an address is made once."""
     members: list[torch.Tensor] = [shared] * len(scales)
+    factors = scales.tolist()
     for address in range(int(where.max()) + 1):
         term = noise(address)
         for i in np.flatnonzero(where == address).tolist():
-            one = torch.add(shared, term, alpha=float(scales[i]), out=empty(tuple(shared.shape), shared))
+            one = torch.add(shared, term, alpha=factors[i], out=empty(tuple(shared.shape), shared))
             if bias is not None:
                 one += bias[i].view(-1, *(1,) * (shared.dim() - 2))
             members[i] = finish(one, after)

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from germline.genome import Genome, Slot
-from germline.noise import Field, Matrix, Noise, Stream, significant
+from germline.kernels import home
+from germline.noise import Field, Matrix, Noise, Stream, significant, tensor_on
 from germline.objective import Batch, tensors_in
 from germline.population.buffers import empty
 from germline.strategies.base import Candidates
@@ -95,9 +96,13 @@ class Block:
         if index not in self.made:
             slot = self.slot(index)
             candidates = self.generation.candidates
-            memory = empty((self.size, slot.stop - slot.start), candidates.centre)
+            kind, shape = self.generation.type_of(slot), (self.size, slot.stop - slot.start)
+            if home(candidates.centre.device).type == "cuda":  # kernels there round to the type that is wanted
+                memory = candidates.centre.new_empty(shape, dtype=kind)
+            else:
+                memory = empty(shape, candidates.centre)
             made = candidates.weights(self.members, slot.start, slot.stop, memory)
-            self.made[index] = made.view(self.size, *slot.shape).to(self.generation.type_of(slot))
+            self.made[index] = made.view(self.size, *slot.shape).to(kind)
             self.generation.read.add(index)
         return self.made[index]
 
@@ -125,15 +130,14 @@ class Block:
         slot = self.slot(index)
         return next((m for m in self.generation.candidates.field.matrices if m.start == slot.start), None)
 
-    def scales(self, index: int) -> NDArray[np.float64]:
-        """What the noise of an address is multiplied by, for each member."""
+    def scales(self, index: int) -> torch.Tensor:
+        """What the noise of an address is multiplied by, for each member, in the type of the centre."""
         self.generation.read.add(index)
         candidates = self.generation.candidates
+        signs = tensor_on(self.noise.signs, candidates.centre.device).to(candidates.centre.dtype)
         if isinstance(candidates.sigma, torch.Tensor):
-            return self.noise.signs.astype(np.float64)
-        unit = candidates.field.unit(self.matrix(index))
-        scale = significant(candidates.sigma, unit, torch.zeros((), dtype=candidates.centre.dtype))
-        return self.noise.signs.astype(np.float64) * scale.double().item()
+            return signs
+        return signs * significant(candidates.sigma, candidates.field.unit(self.matrix(index)), candidates.centre)
 
     def factors(self, matrix: Matrix, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B of each address: (addresses, rows, rank) and (addresses, columns, rank)."""

@@ -174,7 +174,7 @@ def missed(
     for index, slot in enumerate(plain.genome.slots):
         if index not in read:
             centre = candidates.centre.clone()
-            centre[slot.start : slot.stop] += candidates.sigma
+            centre[slot.start : slot.stop] += float(candidates.sigma)  # type: ignore[arg-type]  # see ``loud``
             generation = plain.generation(replace(candidates, centre=centre), batch)
             if not same(plain.one_by_one(generation, member, scored=False), expected):
                 return slot.name

@@ -2,7 +2,7 @@
 
 import torch
 
-from germline.population.blend import blend, blend_outer
+from germline.population.blend import Parts, blend, put_together
 from germline.population.buffers import stacked
 from germline.population.layer import Call, Outputs, one
 from germline.population.pending import finish
@@ -34,6 +34,6 @@ def convolution(call: Call) -> Outputs:
     if matrix is not None:
         a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
         filters = b.transpose(1, 2).reshape(-1, *block.slot(index).shape[1:])  # (a r, channels, *kernel)
-        return one(blend_outer(product, convolved(filters), a, scales, block.where, bias, call.after))
+        return one(put_together(Parts(product, convolved(filters), a, bias, scales, block.where, call.after)))
     noise = lambda j: convolved(block.noise_at(index, j, x.dtype))  # noqa: E731
     return one(blend(product, noise, scales, block.where, bias, call.after))

@@ -2,7 +2,7 @@
 
 import torch.nn.functional as F
 
-from germline.population.blend import blend_outer
+from germline.population.blend import Parts, put_together
 from germline.population.layer import Call, Outputs, each, one
 
 
@@ -17,5 +17,5 @@ def embedding(call: Call) -> Outputs:
     product = block.generation.once(call.module, x, lambda: F.embedding(where, centre))  # (n, C)
     a, b = block.factors(matrix, centre.dtype)  # (a, R, r), (a, C, r)
     thin = a[:, where].permute(1, 0, 2).flatten(1)  # (n, a r)
-    out = blend_outer(product, thin, b, block.scales(index), block.where, None, ())
+    out = put_together(Parts(product, thin, b, None, block.scales(index), block.where, ()))
     return one(out.view(block.size, *x.shape, product.shape[-1]))

@@ -4,7 +4,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from germline.genome import Genome
-from germline.noise import WORD, Field, Stream
+from germline.kernels import home
+from germline.kernels.recorded import Recorded
+from germline.noise import WORD, Field, Live, Stream
 from germline.objective import Batch, Objective, seeded_generators, tensors_in
 from germline.population.block import Block, Generation, here
 from germline.population.pending import settled
@@ -32,6 +34,8 @@ METHODS: dict[Method, str] = {
     "alone": "member by member, each on a new copy of the model with random generators of its own",
 }
 ALIGNED = 64  # bytes
+RECORDINGS = 4  # shapes of batches for which a card keeps a whole generation
+BLOCKS_RECORDED = 64  # of a generation: where there are more, launching them is little beside their work
 generators = threading.Lock()  # there is one set of global generators for all threads
 
 
@@ -60,6 +64,7 @@ class Evaluator:
     device: torch.device
     plan: Plan
     own: threading.local  # what the code of a module writes to itself stays with the thread
+    recordings: dict[Any, "Recording"] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -75,9 +80,10 @@ class Evaluator:
         return cls(copied, genome, objective, device, plan, threading.local())
 
     def blocks(self, population: int) -> list[NDArray[np.int64]]:
-        """The members of each block; the last one is padded with its own last member."""
+        """The members of each block; the last one is padded with its own last ones, in pairs if they come in pairs."""
         members = np.arange(-(-population // self.plan.block) * self.plan.block)
-        return list(np.minimum(members, population - 1).reshape(-1, self.plan.block))
+        last = population - 1 - (members + 1) % 2 if population % 2 == 0 else population - 1
+        return list(np.where(members < population, members, last).reshape(-1, self.plan.block))
 
     def generation(self, candidates: Candidates, batch: Batch | None) -> Generation:
         """What all blocks of a generation share."""
@@ -87,7 +93,29 @@ class Evaluator:
             batch = Batch(args, kwargs, batch.target, batch.size)
         return Generation(candidates, batch, self.genome, dtype)
 
+    def recording(self, candidates: Candidates, population: int, batch: Batch | None) -> "Recording | None":
+        """Of generations like this one, if a card can launch them as a whole."""
+        card = self.device.type == "cuda" and home(self.device).type == "cuda"
+        if not card or batch is None or not self.plan.vectorised or self.plan.one_by_one:
+            return None
+        leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.target))
+        kinds = [(x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves]
+        key = (candidates.field, population, str(spec), repr(kinds), isinstance(candidates.sigma, torch.Tensor))
+        if key not in self.recordings:
+            if len(self.recordings) >= RECORDINGS or -(-population // self.plan.block) > BLOCKS_RECORDED:
+                return None
+            self.recordings[key] = Recording(self, population)
+        return self.recordings[key]
+
+    def scores(self, candidates: Candidates, population: int, batch: Batch | None) -> torch.Tensor:
+        """The scores of all members, on the device, one block after the other."""
+        generation = self.generation(candidates, batch)
+        return torch.cat([self.block_scores(generation, members) for members in self.blocks(population)])[:population]
+
     def score_block(self, generation: Generation, members: NDArray[np.int64]) -> NDArray[np.float32]:
+        return self.block_scores(generation, members).cpu().numpy()
+
+    def block_scores(self, generation: Generation, members: NDArray[np.int64]) -> torch.Tensor:
         batch = generation.batch
         with torch.no_grad(), unchanged(batch):
             if self.plan.one_by_one or batch is None:
@@ -96,9 +124,9 @@ class Evaluator:
                 outputs = self.outputs(generation, members)
                 if self.plan.vectorised:
                     score = vmap(lambda output: self.objective.function(output, batch.target))
-                    return torch.as_tensor(score(outputs)).reshape(len(members)).float().cpu().numpy()
+                    return torch.as_tensor(score(outputs)).reshape(len(members)).float()
                 scores = [self.objective.function(row_of(outputs, i), batch.target) for i in range(len(members))]
-            return torch.stack([as_scalar(score, self.device) for score in scores]).cpu().numpy()
+            return torch.stack([as_scalar(score, self.device) for score in scores])
 
     def outputs(self, generation: Generation, members: NDArray[np.int64]) -> Any:
         """What the module makes of the batch for each of the members: tensors with the members first."""
@@ -167,6 +195,41 @@ class Evaluator:
         return module
 
 
+class Recording:
+    """Generations of one shape of batch on a card, launched as a whole once that has proved to be the same."""
+
+    def __init__(self, evaluator: Evaluator, population: int) -> None:
+        self.live = Live(evaluator.device)
+        self.evaluator, self.population = evaluator, population
+        self.recorded = Recorded(self._scores, doubted=True)
+
+    @property
+    def trusted(self) -> bool:
+        return self.recorded.trusted
+
+    def scores(self, candidates: Candidates, batch: Batch) -> torch.Tensor:
+        if self.recorded.failed:
+            return self.evaluator.scores(candidates, self.population, batch)
+        sigma = candidates.sigma
+        vector = [sigma] if isinstance(sigma, torch.Tensor) else []
+        assert isinstance(candidates.generation, int)
+        assert not isinstance(sigma, Live)
+        self.live.set(candidates.generation, 0.0 if isinstance(sigma, torch.Tensor) else sigma)
+        leaves, self.spec = tree_flatten((batch.args, batch.kwargs, batch.target))
+        self.leaves, self.candidates, self.size = leaves, candidates, batch.size
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        return self.recorded(candidates.centre, *vector, *tensors)
+
+    def _scores(self, centre: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        given = iter(tensors)
+        sigma = next(given) if isinstance(self.candidates.sigma, torch.Tensor) else self.live
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        args, kwargs, target = tree_unflatten(leaves, self.spec)
+        batch = Batch(args, kwargs, target, self.size)
+        candidates = replace(self.candidates, generation=self.live.generation, centre=centre, sigma=sigma)
+        return self.evaluator.scores(candidates, self.population, batch)
+
+
 def copy_of(module: nn.Module) -> nn.Module:
     module = copy.deepcopy(module)
     for part in module.modules():
@@ -190,7 +253,7 @@ def own_generators(generation: Generation, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    field, number = generation.candidates.field, generation.candidates.generation
+    field, number = generation.candidates.field, int(generation.candidates.generation)
     seed = int(Field(field.seed).below(WORD, 1, number, Stream.DROPOUT, member=WORD - 1)[0])
     with generators, seeded_generators(seed):
         yield

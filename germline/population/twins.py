@@ -7,11 +7,12 @@ may read any parameter anywhere: there is no other copy of a weight that it coul
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from germline.genome import Genome
 from germline.population.block import Block, current
@@ -19,7 +20,7 @@ from germline.population.convolution import convolution
 from germline.population.dropout import SPATIAL, dropout
 from germline.population.embedding import embedding
 from germline.population.layer import Call, Layer, Rule, each
-from germline.population.linear import linear
+from germline.population.linear import linear, narrow_of_parts, parts, takes_parts
 from germline.population.pending import After, Pending, settled
 from germline.population.recurrent import cell, recurrent
 
@@ -99,37 +100,84 @@ def reader(index: int) -> Callable[[nn.Module], torch.Tensor]:
     return lambda part: current().parameter(index)
 
 
+@dataclass
+class Work:
+    """A call of a layer, to be made once it is known what is done with its output."""
+
+    module: nn.Module
+    rule: Rule
+    layer: Layer
+    block: Block
+    given: list[Any]
+    spec: TreeSpec
+
+    def __post_init__(self) -> None:
+        self.tensors = [i for i, value in enumerate(self.given) if isinstance(value, torch.Tensor)]
+        self.versions = [self.given[i]._version for i in self.tensors]
+
+    def __call__(self, after: After) -> Any:
+        shape_of_output: list[Any] = []
+
+        def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
+            outputs, shape = self.rule(self.call(inputs, batched, after))
+            shape_of_output.append(shape)
+            return outputs
+
+        outputs = self.block.through(self.inputs(), call)
+        return tree_unflatten(outputs, shape_of_output[0])
+
+    def inputs(self) -> list[torch.Tensor]:
+        if current() is not self.block:
+            raise RuntimeError("the output of a layer was used while another block was evaluated")
+        if self.versions != [self.given[i]._version for i in self.tensors]:
+            raise RuntimeError("the input of a layer was changed in place before its output was used")
+        return [self.given[i] for i in self.tensors]
+
+    def call(self, inputs: list[torch.Tensor], batched: list[bool], after: After) -> Call:
+        def forward_of(member: int) -> Any:
+            values = list(self.given)
+            for i, x, has_members in zip(self.tensors, inputs, batched, strict=True):
+                values[i] = x[member] if has_members else x
+            args, kwargs = tree_unflatten(values, self.spec)
+            return self.layer.kind.forward(self.module, *args, **kwargs)
+
+        return Call(self.layer, self.module, self.block, inputs, batched, forward_of, after)
+
+
+@dataclass
+class Chained:
+    """A call of a linear layer on the output of another one, which never is in memory."""
+
+    first: Pending
+    second: Work
+
+    def __call__(self, after: After) -> Any:
+        if self.first.made is not None:  # by somebody else, in the meantime
+            return replace(self.second, given=[self.first.made])(after)
+        producer = self.first.work
+        assert isinstance(producer, Work)
+
+        def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
+            given = parts(producer.call(inputs, batched, self.first.after))
+            outputs, _ = narrow_of_parts(self.second.call([], [], after), given, inputs[0].shape[batched[0] : -1])
+            return outputs
+
+        (output,) = self.second.block.through(producer.inputs(), call)
+        return output
+
+
 def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         block: Block = current()
         if block.member is not None:
             return layer.kind.forward(self, *args, **kwargs)
+        first = args[0] if len(args) == 1 and not kwargs and isinstance(args[0], Pending) else None
+        if first is not None and rule is linear and first.made is None and isinstance(first.work, Work):
+            producer = first.work
+            if producer.rule is linear and takes_parts(producer.layer, first.after, layer, block):
+                return Pending.of(Chained(first, Work(self, rule, layer, block, [], tree_flatten(((0,), {}))[1])))
         given, spec = tree_flatten(settled((args, kwargs)))
-        tensors = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
-        versions = [given[i]._version for i in tensors]
-
-        def work(after: After) -> Any:
-            shape_of_output: list[Any] = []
-
-            def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
-                def forward_of(member: int) -> Any:
-                    values = list(given)
-                    for i, x, has_members in zip(tensors, inputs, batched, strict=True):
-                        values[i] = x[member] if has_members else x
-                    args, kwargs = tree_unflatten(values, spec)
-                    return layer.kind.forward(self, *args, **kwargs)
-
-                outputs, shape = rule(Call(layer, self, block, inputs, batched, forward_of, after))
-                shape_of_output.append(shape)
-                return outputs
-
-            if current() is not block:
-                raise RuntimeError("the output of a layer was used while another block was evaluated")
-            if versions != [given[i]._version for i in tensors]:
-                raise RuntimeError("the input of a layer was changed in place before its output was used")
-            outputs = block.through([given[i] for i in tensors], call)
-            return tree_unflatten(outputs, shape_of_output[0])
-
+        work = Work(self, rule, layer, block, given, spec)
         return Pending.of(work) if rule in LAZY else work(())
 
     return forward

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.genome import Genome
-from germline.noise import Field
+from germline.noise import Field, Sigma
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Candidates:
     """The members of a generation, as a description: centre + sigma * noise. Nothing of size P x M is built."""
 
     field: Field
-    generation: int
+    generation: int | torch.Tensor  # a tensor, and a sigma that changes, where a card launches what it has recorded
     centre: torch.Tensor
-    sigma: float | torch.Tensor  # for all parameters, or one for each
+    sigma: Sigma
 
     def weights(
         self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None

@@ -1,0 +1,217 @@
+"""The rows of ``population.py --device cuda``: a whole generation on one card, beside pure inference and a step in JAX.
+
+Pure inference is one network's forward pass in bfloat16 on population x batch samples. Times are the best of several
+rounds, each of several generations that are run in a row as a run does them.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from germline.core import Core
+from germline.fleet import Local
+from germline.objective import Batch, Objective
+from germline.strategies import OpenAIES
+
+Step = Callable[[], object]
+SMALL, WIDE = (784, 300, 10), (1024, 2048, 2048, 10)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Wanted: a low-rank generation in so many ms, or at least so much of inference; likewise for dense noise."""
+
+    net: str
+    population: int
+    batch: int
+    sizes: tuple[int, ...] = ()
+    low_rank_ms: float | None = None  # EGGROLL's time (HyperscaleES, JAX, rank 1) on an H200
+    low_rank_part: float | None = None
+    dense_ms: float | None = None  # a tenth of the best torch library's time there
+    dense_part: float | None = None
+
+
+ROWS = {
+    "mlp": Row("mlp", 4096, 256, SMALL, low_rank_ms=1.24),
+    "wide": Row("mlp", 1024, 256, WIDE, low_rank_ms=5.8, dense_ms=14.6),
+    "wide-256": Row("mlp", 256, 256, WIDE, low_rank_ms=2.2, dense_ms=3.6),
+    "wide-batch": Row("mlp", 64, 1024, WIDE, dense_part=0.5),
+    "mlp-batch": Row("mlp", 1024, 1024, SMALL, dense_part=0.5),
+    "lenet": Row("lenet", 256, 256, low_rank_part=0.7),
+    "unet": Row("unet", 256, 64, low_rank_part=0.7),
+    "lstm": Row("lstm", 256, 256, low_rank_part=0.7),
+    "transformer": Row("transformer", 256, 256, low_rank_part=0.7),
+}
+
+
+class Forecaster(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(1, 64, batch_first=True), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        last: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return last
+
+
+class Reader(nn.Module):
+    """A transformer over 32 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 128)
+        self.places = nn.Parameter(torch.randn(32, 128) / 10)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(self.tokens(x) + self.places).mean(1))
+        return out
+
+
+def twice(inputs: int, outputs: int) -> nn.Sequential:
+    first, second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
+    return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([twice(1, 16), twice(16, 32), twice(32, 64)])
+        self.up = nn.ModuleList([twice(96, 32), twice(48, 16)])
+        self.head = nn.Conv2d(16, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for i, part in enumerate(self.down):
+            x = part(F.max_pool2d(x, 2) if i else x)
+            kept.append(x)
+        for part, other in zip(self.up, kept[-2::-1], strict=True):
+            x = part(torch.cat([F.interpolate(x, scale_factor=2.0), other], 1))
+        out: Tensor = self.head(x)
+        return out
+
+
+def module_of(row: Row) -> nn.Module:
+    torch.manual_seed(0)
+    if row.net == "mlp":
+        layers = [part for a, b in pairwise(row.sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+    if row.net == "lenet":
+        return nn.Sequential(
+            *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+            *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+        )
+    return {"lstm": Forecaster, "transformer": Reader, "unet": UNet}[row.net]()
+
+
+def batch_of(row: Row) -> Batch:
+    shape: tuple[int, ...]
+    n = row.batch
+    if row.net in ("lstm", "unet"):
+        shape = (n, 48, 1) if row.net == "lstm" else (n, 1, 64, 64)
+        x, y = torch.randn(shape), torch.randn(n, 1) if row.net == "lstm" else torch.rand(shape).round()
+    elif row.net == "transformer":
+        x, y = torch.randint(0, 256, (n, 32)), torch.randint(0, 10, (n,))
+    else:
+        shape = (n, 1, 28, 28) if row.net == "lenet" else (n, row.sizes[0])
+        x, y = torch.randn(shape), torch.randint(0, 10, (n,))
+    return Batch.of((x, y), "cuda")
+
+
+def generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:
+    losses: dict[str, Any] = {"lstm": F.mse_loss, "unet": F.binary_cross_entropy_with_logits}
+    strategy = OpenAIES(population=row.population, sigma=0.05, lr=0.01, rank=rank)
+    goal = Objective(losses.get(row.net, F.cross_entropy))
+    core, batch = Core(module_of(row), strategy, goal, Local("cuda"), 0, None, dtype), batch_of(row)
+    core.prepare(batch)
+    numbers = iter(range(2, 1 << 30))
+
+    def step() -> None:
+        number = next(numbers)
+        core.tell(core.evaluate(number + (number % 100 == 1), batch))  # without the checks at every hundredth
+
+    return step
+
+
+def inference(row: Row) -> Step:
+    module, (x,) = module_of(row).cuda().eval().to(torch.bfloat16), batch_of(row).args
+    x = x.to(torch.bfloat16) if x.is_floating_point() else x
+    large = x.repeat(row.population, *(1,) * (x.dim() - 1))
+
+    @torch.no_grad()
+    def step() -> None:
+        module(large)
+
+    return step
+
+
+def milliseconds(step: Step, repeats: int) -> float:
+    for _ in range(4):  # compile, record, compare
+        step()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    count = max(1, min(20, int(0.1 / (time.perf_counter() - began))))
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - began) / count)
+    return 1e3 * best
+
+
+def measure(name: str, row: Row, repeats: int, with_jax: bool) -> dict[str, float]:
+    print(f"\n{name}: {row.net} {'-'.join(map(str, row.sizes))}, population {row.population}, batch {row.batch}")
+    times: dict[str, float] = {}
+
+    def add(label: str, make: Callable[[], Step]) -> None:
+        times[label] = milliseconds(make(), repeats)
+        torch.cuda.empty_cache()
+        pure = times["inference"]
+        print(f"  {label:20} {times[label]:8.2f} ms {pure / times[label]:8.2f} of inference", flush=True)
+
+    add("inference", lambda: inference(row))
+    add("rank 1", lambda: generation(row, 1))
+    add("dense", lambda: generation(row, None))
+    if row.net == "mlp" and with_jax and find_spec("jax"):
+        from jax_step import rank_one
+
+        add("rank 1 in JAX", lambda: rank_one(row.sizes, row.population, row.batch))
+    for label, wanted, part in (
+        ("rank 1", row.low_rank_ms, row.low_rank_part),
+        ("dense", row.dense_ms, row.dense_part),
+    ):
+        if wanted is not None:
+            found = times[label] / wanted
+            print(f"  {label}: {found:.2f} of the {wanted} ms wanted{'' if found <= 1 else '  (missed)'}")
+        if part is not None:
+            found = times["inference"] / times[label]
+            print(f"  {label}: {found:.2f} of inference, wanted {part}{'' if found >= part else '  (missed)'}")
+    return times
+
+
+def main(names: list[str] | None, repeats: int, with_jax: bool, as_json: bool) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    print(f"CUDA: {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    found = {name: measure(name, ROWS[name], repeats, with_jax) for name in names or ROWS}
+    if as_json:
+        print(json.dumps(found))

@@ -1,0 +1,72 @@
+"""Functions on a card that are recorded once and then launched as a whole, without Python between their kernels."""
+
+from collections.abc import Callable
+
+import torch
+
+from germline.kernels import kept
+
+
+class Recorded:
+    """A function of tensors on a card, which gives a tensor: from its second or third call on a CUDA graph.
+
+    The first call runs it, on inputs that are copied to where all later ones will be, and records it. What is
+    ``doubted``, since it runs code that is not ours, is run and launched at the second call, and has to give the same
+    bits. What cannot be recorded, or proves to be another function at its second call, is run each time. The result
+    stays valid until the next call.
+    """
+
+    def __init__(self, function: Callable[..., torch.Tensor], *, doubted: bool = False) -> None:
+        self.function = function
+        self.doubted = doubted
+        self.failed = False
+        self.trusted = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.memory: list[torch.Tensor] = []
+        self.sources: list[tuple[torch.Tensor, int]] = []
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if self.failed:
+            return self.function(*inputs)
+        self._take(inputs)
+        if self.trusted:
+            assert self.graph is not None
+            self.graph.replay()
+            return self.output
+        result = self.function(*self.memory)
+        if self.graph is None:
+            self._record()
+            self.trusted = not self.failed and not self.doubted
+        else:
+            self.graph.replay()
+            self.trusted = result.shape == self.output.shape and torch.equal(bits(result), bits(self.output))
+            self.failed = not self.trusted
+        if self.failed:
+            self.graph, self.memory, self.sources = None, [], []
+        return result
+
+    def _take(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Copies what has changed since the last call."""
+        if not self.memory:
+            self.memory = [x.detach().clone() for x in inputs]
+        else:
+            for mine, given, source in zip(self.memory, inputs, self.sources, strict=True):
+                if source[0] is not given or source[1] != given._version:
+                    mine.copy_(given)
+        self.sources = [(given, given._version) for given in inputs]
+
+    def _record(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.output = self.function(*self.memory)
+        except Exception:  # it waits for the card, or asks for memory of the host
+            torch.cuda.synchronize()
+            self.failed = True
+            return
+        self.graph = graph
+        self.held = list(kept.values())  # arrays that the graph reads must outlive it
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
