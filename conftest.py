@@ -2,10 +2,15 @@
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-collect_ignore = [] if find_spec("triton") else ["germline/kernels/cuda.py"]
+data = Path(__file__).parent.parent / "shared" / "data"  # beside the repository, where there is one
+if data.is_dir():
+    os.environ.setdefault("GERMLINE_DATA", str(data))
+
+collect_ignore = [] if find_spec("triton") else ["germline/kernels/cuda.py", "germline/kernels/cuda_layers.py"]

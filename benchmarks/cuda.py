@@ -51,7 +51,7 @@ ROWS = {
     "wide-batch": Row("mlp", 64, 1024, WIDE, dense_part=0.5),
     "mlp-batch": Row("mlp", 1024, 1024, SMALL, dense_part=0.5),
     "lenet": Row("lenet", 256, 256, low_rank_part=0.7),
-    "unet": Row("unet", 256, 64, low_rank_part=0.7),
+    "unet": Row("unet", 256, 256, low_rank_part=0.7),
     "lstm": Row("lstm", 256, 256, low_rank_part=0.7),
     "transformer": Row("transformer", 256, 256, low_rank_part=0.7),
 }
@@ -123,7 +123,7 @@ def batch_of(row: Row) -> Batch:
     shape: tuple[int, ...]
     n = row.batch
     if row.net in ("lstm", "unet"):
-        shape = (n, 48, 1) if row.net == "lstm" else (n, 1, 64, 64)
+        shape = (n, 48, 1) if row.net == "lstm" else (n, 1, 32, 32)
         x, y = torch.randn(shape), torch.randn(n, 1) if row.net == "lstm" else torch.rand(shape).round()
     elif row.net == "transformer":
         x, y = torch.randint(0, 256, (n, 32)), torch.randint(0, 10, (n,))
@@ -150,6 +150,9 @@ def generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:
 
 def inference(row: Row) -> Step:
     module, (x,) = module_of(row).cuda().eval().to(torch.bfloat16), batch_of(row).args
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters()
     x = x.to(torch.bfloat16) if x.is_floating_point() else x
     large = x.repeat(row.population, *(1,) * (x.dim() - 1))
 

@@ -41,6 +41,7 @@ from germline.strategies import AnyStrategy, Candidates, Told
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 CHECK_EVERY = 100  # generations between checks of sampled members
 SAMPLED = 3  # members of such a check
+RANKED = 256  # members whose ranks are compared where the arithmetic is in bfloat16
 
 
 @dataclass
@@ -100,7 +101,7 @@ class Core:
         sigma = getattr(self.strategy, "sigma", None)
         values = {"sigma": LADDER[2]} if sigma == "auto" else self.strategy.values(self.state, 0)
         candidates = self.strategy.ask(self.state, self.noise, 0, values)
-        with one_thread_each(), exact_arithmetic():
+        with one_thread_each(), exact_arithmetic(self.device):
             size = block_size(self.strategy.population, self.genome, prepared(self.module).to(self.device), batch)
             settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
             settled = in_type(self._make, settled, self.dtype, candidates, batch)
@@ -139,13 +140,14 @@ class Core:
         if self.plan.one_by_one:
             return True
         if self.plan.dtype == "bfloat16":
-            count = min(2 * self.plan.block, scores.size)
-            with one_thread_each(), exact_arithmetic():
-                exact = scores_of(self._make(replace(self.plan, dtype="float32")), candidates, batch, count)
+            count = min(RANKED, scores.size)
+            exactly = replace(self.plan, dtype="float32", block=min(self.plan.block, RANKED))
+            with one_thread_each(), exact_arithmetic(self.device):
+                exact = scores_of(self._make(exactly), candidates, batch, count)
             return correlation(exact, scores[:count]) >= SURVIVAL
         number = int(candidates.generation)
         sampled = self.noise.below(scores.size, SAMPLED, number, Stream.SELECTION, member=WORD - 1)
-        with one_thread_each(), exact_arithmetic():
+        with one_thread_each(), exact_arithmetic(self.device):
             plain = self._make(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout))
             right = [agrees(plain, candidates, batch, scores, int(member)) for member in sampled]
         return sum(right) >= SAMPLED - 1

@@ -21,6 +21,7 @@ from germline.noise import Field, Stream
 
 TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a dict batch may hold its target
 EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
+KEPT = 16  # the part of its memory that a data set may fill on a card, one in so many
 
 Metric = Callable[[Any, Any], Any]
 
@@ -84,7 +85,7 @@ class Data:
     """A data set that gives any examples by number; made by ``Data.of``."""
 
     length: int
-    get: Callable[[NDArray[np.int64]], Any]  # examples by number; may draw from the global generators
+    get: Callable[[NDArray[np.int64], torch.device], Any]  # examples by number; may draw from the global generators
     batch_size: int | None
     fingerprint: str
     drawn: bool = False  # whether examples come from code that may draw random numbers
@@ -122,9 +123,14 @@ class Data:
         if not length:
             raise BadInput(f"The {name} set is empty.")
 
-        def get(index: NDArray[np.int64]) -> Any:
+        kept: dict[torch.device, list[torch.Tensor]] = {}  # a card keeps a data set that is small beside its memory
+
+        def get(index: NDArray[np.int64], device: torch.device) -> Any:
+            if device not in kept:
+                fits = device.type == "cuda" and sum(x.nbytes for x in tensors.values()) <= memory_of(device) // KEPT
+                kept[device] = [value.to(device) if fits else value for value in tensors.values()]
             where = torch.from_numpy(index)
-            rows = [value.index_select(0, where.to(value.device)) for value in tensors.values()]
+            rows = [value.index_select(0, where.to(value.device)) for value in kept[device]]
             return dict(zip(tensors, rows, strict=True)) if isinstance(source, Mapping) else tuple(rows)
 
         digest = hashlib.sha256()
@@ -143,12 +149,13 @@ class Data:
         if not length:
             raise BadInput(f"The {name} set is empty.")
 
-        def get(index: NDArray[np.int64]) -> Any:
+        def get(index: NDArray[np.int64], device: torch.device) -> Any:
             return collate([dataset[int(i)] for i in index])
 
         # a sample: reading all of a large data set at every start would cost more than it is worth
         with seeded_generators(0):
-            sample = get(np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64)))
+            some = np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64))
+            sample = get(some, torch.device("cpu"))
         digest = hashlib.sha256(f"{length};".encode())
         for tensor in tensors_in(sample):
             check_tensor(tensor, f"an example of the {name} set")
@@ -156,17 +163,22 @@ class Data:
             digest.update(bytes_of(tensor))
         return cls(length, get, batch_size, digest.hexdigest(), drawn=True)
 
-    def fetch(self, index: NDArray[np.int64], seed: int = 0) -> Any:
+    def fetch(self, index: NDArray[np.int64], device: torch.device | str = "cpu", seed: int = 0) -> Batch:
         """Examples by number; what a random transform makes of them is a function of the seed."""
+        device = torch.device(device)
         if self.drawn:
             with seeded_generators(seed):
-                return self.get(index)
-        return self.get(index)
+                return Batch.of(self.get(index, device), device)
+        return Batch.of(self.get(index, device), device)
 
     def whole(self, device: torch.device | str) -> Iterator[Batch]:
         """All examples in order, some at a time."""
         for start in range(0, self.length, EVALUATION_BATCH):
-            yield Batch.of(self.fetch(np.arange(start, min(start + EVALUATION_BATCH, self.length))), device)
+            yield self.fetch(np.arange(start, min(start + EVALUATION_BATCH, self.length)), device)
+
+
+def memory_of(card: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(card).total_memory)
 
 
 @contextmanager
@@ -225,8 +237,8 @@ class Batches:
         return self.orders[epoch][place * self.batch_size : (place + 1) * self.batch_size]
 
     def batch(self, generation: int, device: torch.device | str = "cpu") -> Batch:
-        draw = int(Field(self.seed).below(1 << 32, 1, generation, Stream.BATCH, member=1)[0])
-        return Batch.of(self.data.fetch(self.indices(generation), draw), device)
+        draw = Field(self.seed).below(1 << 32, 1, generation, Stream.BATCH, member=1) if self.data.drawn else [0]
+        return self.data.fetch(self.indices(generation), device, int(draw[0]))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from germline.kernels import Address, Reading, cpu, reference
@@ -304,3 +305,53 @@ def test_adam_in_one_pass_has_the_bits_of_its_operations(decay: float) -> None:
         rounded = tuple(float(np.float32(value)) for value in scalars)
         fused, first, second = cuda.adam(fused, first, second, gradient.to(GPU), rounded)
         assert torch.equal(fused.cpu(), theta)
+
+
+@triton_only
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "stride", "padding", "dilation"),
+    [
+        ((9, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+        ((9, 8), (5, 2), (2, 1), (0, 1), (1, 2)),
+        ((1, 30), (1, 4), (1, 3), (0, 2), (1, 1)),
+    ],
+)
+def test_thin_convolutions(sizes: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
+    random, where = random_numbers(3), torch.tensor([1, 1, 0], device=GPU)
+    x, b = random(3, 11, 5, *sizes), random(2, 2, 5, *kernel)
+    expected = torch.stack(
+        [F.conv2d(x[i].double(), b[where[i]].double(), None, stride, padding, dilation) for i in range(3)]
+    )
+    out = torch.full(expected.shape, 77.0, device=GPU)
+    cuda.thin_convolution(out, x, b, where, stride, padding, dilation)
+    assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@triton_only
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("examples_first", [True, False])
+@pytest.mark.parametrize("few", [True, False])
+def test_lstms_whose_state_stays_on_the_chip(few: bool, examples_first: bool, begun: bool, shared: bool) -> None:
+    if shared and not few:
+        shared = False  # what the weights have made of an input is each member's own
+    random, members, n, steps, hidden, inputs = random_numbers(7), 3, 70, 5, 20, 2
+    scales, where = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
+    sizes = (n, steps) if examples_first else (steps, n)
+    x, weight_x = random(*(() if shared else (members,)), *sizes, inputs), random(members, 4 * hidden, inputs)
+    weight, a, b = random(4 * hidden, hidden) / 4, random(2, 4 * hidden), random(2, hidden)
+    bias = random(members, 4 * hidden).float()
+    first = (random(members, n, hidden), random(members, n, hidden)) if begun else None
+    out, last = random(members, *sizes, hidden), (random(members, n, hidden), random(members, n, hidden))
+    given: list[Any] = [x, weight_x] if few else [torch.einsum("mabi,mki->mabk", x, weight_x), None]
+    cuda.lstm(out, last, first, weight, a, b, bias, scales, where, given[0], given[1], examples_first)
+    for i in range(members):
+        layer = torch.nn.LSTM(inputs, hidden, batch_first=examples_first).double()
+        noise = scales[i].double() * torch.outer(a[where[i]].double(), b[where[i]].double())
+        parts = (weight_x[i], weight.double() + noise, bias[i], torch.zeros(4 * hidden, device=GPU))
+        for parameter, value in zip(layer.parameters(), parts, strict=True):
+            parameter.data = value.double().cpu()
+        states = tuple(state[i][None].double().cpu() for state in first) if first else None
+        expected, ends = layer((x if shared else x[i]).double().cpu(), states)
+        assert (out[i].double().cpu() - expected).abs().max() < 0.05
+        assert all((got[i].double().cpu() - want[0]).abs().max() < 0.05 for got, want in zip(last, ends, strict=True))

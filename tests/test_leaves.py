@@ -111,7 +111,7 @@ def plain_output(module: nn.Module, candidates: Candidates, batch: Batch, member
             part.train()  # the statistics of its own batch
     genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
     plain = torch.backends.cudnn.flags(enabled=False)  # whose recurrent layers are not as exact
-    with torch.no_grad(), one_thread_each(), exact_arithmetic(), plain:
+    with torch.no_grad(), one_thread_each(), exact_arithmetic(candidates.centre.device), plain:
         return list(tensors_in(one(*batch.args)))
 
 
@@ -120,7 +120,7 @@ def compare(
 ) -> None:
     evaluator = Evaluator.of(module, genome, Objective(lambda output, target: target), batch.args[0].device, plan)
     members = np.array([3, 4, 5, 9, 9, 2])  # pairs, halves of pairs, one twice
-    with torch.no_grad(), one_thread_each(), exact_arithmetic():
+    with torch.no_grad(), one_thread_each(), exact_arithmetic(candidates.centre.device):
         outputs = list(tensors_in(evaluator.outputs(evaluator.generation(candidates, batch), members)))
     for i, member in enumerate(members):
         for output, expected in zip(outputs, plain_output(module, candidates, batch, int(member)), strict=True):

@@ -38,7 +38,7 @@ def test_examples_by_number_from_every_source(source: Any) -> None:
     data = Data.of(source)
     assert data.length == 10
     assert data.batch_size == (4 if isinstance(source, DataLoader) else None)
-    batch = Batch.of(data.fetch(np.array([7, 2])))
+    batch = data.fetch(np.array([7, 2]))
     inputs = batch.kwargs["x"] if batch.kwargs else batch.args[0]
     assert torch.equal(inputs, X[[7, 2]])
     assert batch.target.tolist() == [7, 2]

@@ -87,7 +87,7 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 part.train()  # the statistics of its own batch
         genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
-        with torch.no_grad(), exact_arithmetic():
+        with torch.no_grad(), exact_arithmetic(candidates.centre.device):
             scores.append(float(function(one(*batch.args), batch.target)))
     return scores
 
@@ -98,7 +98,7 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
 def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: str) -> None:
     module, make, candidates, batch = setting(name, device=device, rank=rank)
     before = copy.deepcopy(module.state_dict())
-    with one_thread_each(), exact_arithmetic():
+    with one_thread_each(), exact_arithmetic(candidates.centre.device):
         settled = settle(make, 8, candidates, batch)
     assert settled.plan == Plan(8, "twins")
     assert settled.reason is None
@@ -131,7 +131,7 @@ def score_blocks(name: str, rank: int | None, numbers: list[int]) -> dict[int, b
     _, make, candidates, batch = setting(name, rank=rank)
     evaluator = make(Plan(8, "twins"))
     blocks = evaluator.blocks(P)
-    with exact_arithmetic():
+    with exact_arithmetic(torch.device("cpu")):
         generation = evaluator.generation(candidates, batch)
         return {i: evaluator.score_block(generation, blocks[i]).tobytes() for i in numbers}
 

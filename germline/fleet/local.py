@@ -58,7 +58,7 @@ class Local:
             assert batch is not None
             return recording.scores(candidates, batch).cpu().numpy()
         # what the code of a model or a score draws from the global generators is not the user's
-        with one_thread_each(), exact_arithmetic(), seeded_generators(0):
+        with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
             if recording is not None:
                 assert batch is not None
                 return recording.scores(candidates, batch).cpu().numpy()
@@ -83,7 +83,7 @@ class Local:
     def gradient(
         self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
-        with one_thread_each(), exact_arithmetic():
+        with one_thread_each(), exact_arithmetic(evaluator.device):
             return evaluator.gradient(theta, batch)
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
-from germline.kernels.cuda_layers import blend_outer, narrow_linear, thin_product
+from germline.kernels.cuda_layers import blend_outer, lstm, narrow_linear, thin_convolution, thin_product
 
 POPCOUNT = tl.constexpr(int(Reading.POPCOUNT))
 SIGN = tl.constexpr(int(Reading.SIGN))
@@ -287,4 +287,15 @@ def adam(
     return made
 
 
-__all__ = ["accumulate", "adam", "blend_outer", "fill", "narrow_linear", "perturb", "perturb_outer", "thin_product"]
+__all__ = [
+    "accumulate",
+    "adam",
+    "blend_outer",
+    "fill",
+    "lstm",
+    "narrow_linear",
+    "perturb",
+    "perturb_outer",
+    "thin_convolution",
+    "thin_product",
+]

@@ -64,6 +64,46 @@ def put_together(parts: Parts) -> torch.Tensor:
     return finish(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
 
 
+def add_noise(
+    base: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, where: Where, bias: torch.Tensor | None, after: After
+) -> torch.Tensor:
+    """base + scale_i noise_i + bias_i for each member: base (n, R, ...), noise (n, addresses * R, ...); on a card."""
+    n, rows = base.shape[:2]
+    out = base.new_empty(len(scales), n, rows, base.shape[2:].numel())
+    noise = noise.reshape(n, -1, rows, out.shape[3]).contiguous()
+    return passed(out, base.reshape(n, rows, -1).contiguous(), noise, bias, scales, where, after, base.shape[2:])
+
+
+def add_bias(x: torch.Tensor, bias: torch.Tensor | None, after: After) -> torch.Tensor:
+    """x + bias_i for each member, then what follows, in place: x (members, ..., R), bias (members, R)."""
+    if home(x.device).type != "cuda" or not x.is_contiguous():
+        return finish(x if bias is None else x.add_(bias.view(len(x), *(1,) * (x.dim() - 2), -1)), after)
+    if bias is None and not after:
+        return x
+    flat = x.view(len(x), -1, x.shape[-1], 1)
+    where = np.zeros(len(x), np.int64)
+    scales = x.new_ones(len(x), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return passed(flat, flat, None, bias, scales, where, after, torch.Size()).view(x.shape)
+
+
+def passed(
+    out: torch.Tensor,
+    base: torch.Tensor,
+    noise: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor,
+    where: Where,
+    after: After,
+    positions: torch.Size,
+) -> torch.Tensor:
+    full = torch.float64 if out.dtype == torch.float64 else torch.float32
+    relu, _, rest = in_one_pass(after, 0)
+    bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
+    arrays = (out, base, noise, None, bias, scales.to(full), tensor_on(where, out.device))
+    kernels_of(out.device).blend_outer(*arrays, relu)
+    return finish(out.view(*out.shape[:3], *positions), rest)
+
+
 def corrected(parts: Parts) -> torch.Tensor:
     """The same in torch's operations, for a device without kernels, where each member has a base of its own."""
     base, thin, thick, bias, scales = parts.flat(parts.base.device)

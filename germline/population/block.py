@@ -156,6 +156,11 @@ class Block:
             noise = one.integers((slot.start, slot.stop), dtype=made)
         return noise.view(slot.shape).to(dtype)
 
+    def noises(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """The integers of the dense noise of all addresses, in a parameter's shape: (addresses, *shape)."""
+        slot = self.slot(index)
+        return self.bare(slice(None)).integers((slot.start, slot.stop), dtype=dtype).view(-1, *slot.shape)
+
     def bare(self, addresses: slice) -> Noise:
         """The noise of some addresses, without signs."""
         candidates = self.generation.candidates

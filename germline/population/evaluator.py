@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from germline.genome import Genome
 from germline.kernels import home
@@ -21,8 +21,8 @@ from germline.kernels.recorded import Recorded
 from germline.noise import WORD, Field, Live, Stream
 from germline.objective import Batch, Objective, seeded_generators, tensors_in
 from germline.population.block import Block, Generation, here
+from germline.population.functions import FasterFunctions
 from germline.population.pending import settled
-from germline.population.pooling import FasterFunctions
 from germline.population.twins import twinned, with_dropout
 from germline.strategies.base import Candidates
 
@@ -98,9 +98,7 @@ class Evaluator:
         card = self.device.type == "cuda" and home(self.device).type == "cuda"
         if not card or batch is None or not self.plan.vectorised or self.plan.one_by_one:
             return None
-        leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.target))
-        kinds = [(x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves]
-        key = (candidates.field, population, str(spec), repr(kinds), isinstance(candidates.sigma, torch.Tensor))
+        key = (population, kind_of(batch), isinstance(candidates.sigma, torch.Tensor), candidates.field)
         if key not in self.recordings:
             if len(self.recordings) >= RECORDINGS or -(-population // self.plan.block) > BLOCKS_RECORDED:
                 return None
@@ -215,19 +213,25 @@ class Recording:
         assert isinstance(candidates.generation, int)
         assert not isinstance(sigma, Live)
         self.live.set(candidates.generation, 0.0 if isinstance(sigma, torch.Tensor) else sigma)
-        leaves, self.spec = tree_flatten((batch.args, batch.kwargs, batch.target))
-        self.leaves, self.candidates, self.size = leaves, candidates, batch.size
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        return self.recorded(candidates.centre, *vector, *tensors)
+        self.candidates, self.batch = candidates, batch
+        return self.recorded(candidates.centre, *vector, *tensors_in([batch.args, batch.kwargs, batch.target]))
 
     def _scores(self, centre: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        given = iter(tensors)
+        given, was = iter(tensors), self.batch
         sigma = next(given) if isinstance(self.candidates.sigma, torch.Tensor) else self.live
-        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        args, kwargs, target = tree_unflatten(leaves, self.spec)
-        batch = Batch(args, kwargs, target, self.size)
+        put = lambda x: next(given) if isinstance(x, torch.Tensor) else x  # noqa: E731
+        args, kwargs, target = tree_map(put, (was.args, was.kwargs, was.target))
+        batch = Batch(args, kwargs, target, was.size)
         candidates = replace(self.candidates, generation=self.live.generation, centre=centre, sigma=sigma)
         return self.evaluator.scores(candidates, self.population, batch)
+
+
+def kind_of(batch: Batch) -> Any:
+    """What must be the same for two batches to be evaluated by the same kernels."""
+    if not batch.kwargs and all(isinstance(x, torch.Tensor) for x in (*batch.args, batch.target)):
+        return tuple((x.shape, x.dtype, x.stride()) for x in (*batch.args, batch.target))
+    leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.target))
+    return str(spec), repr([(x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 
 def copy_of(module: nn.Module) -> nn.Module:
@@ -327,7 +331,7 @@ def refresh_statistics(module: nn.Module, batches: Iterator[Batch]) -> None:
 
 
 @contextmanager
-def exact_arithmetic() -> Iterator[None]:
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """No TF32, no kernels chosen by timing and no other code for attention, while members are evaluated.
 
     These are settings of the whole process: around all blocks, not around each.
@@ -348,8 +352,9 @@ def exact_arithmetic() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         # where vmap has no rule it loops: the check judges whether rightly, and there is nobody to warn
         vmap_warns(False)
-        # vmap has rules for this one; and what the user has switched on holds for the user's thread alone
-        with sdpa_kernel(SDPBackend.MATH), torch.autocast("cpu", enabled=False):
+        # vmap has rules for these; and what the user has switched on holds for the user's thread alone
+        kinds = [SDPBackend.FLASH_ATTENTION] if device.type == "cuda" else []
+        with sdpa_kernel([*kinds, SDPBackend.MATH]), torch.autocast(device.type, enabled=False):
             yield
     finally:
         vmap_warns(True)

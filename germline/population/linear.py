@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from germline.kernels import home, kernels_of
 from germline.noise import tensor_on
-from germline.population.blend import Parts, blend, in_one_pass, put_together
+from germline.population.blend import Parts, add_bias, add_noise, blend, in_one_pass, put_together
 from germline.population.block import Block
 from germline.population.buffers import empty
 from germline.population.layer import Call, Layer, Outputs, one
@@ -37,6 +37,8 @@ def linear(call: Call) -> Outputs:
     weight = call.weights("weight")
     assert weight is not None
     x = x if call.batched[0] else x.expand(call.block.size, *x.shape)
+    if home(x.device).type == "cuda":  # products there want the bias in memory first, as large as the result
+        return one(add_bias(batched_linear(x, weight, None), call.weights("bias"), call.after))
     return one(finish(batched_linear(x, weight, call.weights("bias")), call.after))
 
 
@@ -115,8 +117,10 @@ def narrow(call: Call, inputs: tuple[torch.Tensor, ...], relu_inputs: bool, size
 
 
 def worth_sharing(call: Call, x: torch.Tensor) -> bool:
-    """Dense noise is multiplied address by address: not where a product is done sooner than its call."""
-    return x.device.type == "cpu" and x.numel() * call.block.slot(call.layer.slots["weight"]).shape[0] >= SMALL
+    """On a CPU dense noise is multiplied address by address: not where a product is done sooner than its call."""
+    if x.device.type == "cpu":
+        return x.numel() * call.block.slot(call.layer.slots["weight"]).shape[0] >= SMALL
+    return home(x.device) == x.device and not isinstance(call.block.generation.candidates.sigma, torch.Tensor)
 
 
 def shared(call: Call, x: torch.Tensor) -> torch.Tensor:
@@ -124,8 +128,13 @@ def shared(call: Call, x: torch.Tensor) -> torch.Tensor:
     block, index = call.block, call.layer.slots["weight"]
     rows, centre = x.reshape(-1, x.shape[-1]), block.generation.centre(index)
     product = block.generation.once(call.module, x, lambda: F.linear(rows, centre))  # (n, R)
+    scales, bias = block.scales(index), call.weights("bias")
+    if x.device.type != "cpu":
+        terms = F.linear(rows, block.noises(index, x.dtype).flatten(0, 1))  # (n, a R)
+        out = add_noise(product, terms, scales, block.where, bias, call.after)
+        return out.view(block.size, *x.shape[:-1], product.shape[-1])
     noise = lambda j: F.linear(rows, block.noise_at(index, j, x.dtype))  # noqa: E731
-    out = blend(product, noise, block.scales(index), block.where, call.weights("bias"), call.after)
+    out = blend(product, noise, scales, block.where, bias, call.after)
     return out.view(block.size, *x.shape[:-1], product.shape[-1])
 
 

@@ -1,7 +1,8 @@
 """Recurrent layers and their cells for a block of members.
 
 On a CPU torch's own recurrent layers, member by member, are as fast as inference. Elsewhere the steps are taken for all
-members together: the inputs of all steps in one product, then one product per step.
+members together: the inputs of all steps in one product, then one product per step. Small LSTMs with noise of rank 1
+have a kernel in which the state of a member stays on the chip from the first step to the last.
 """
 
 from typing import Any
@@ -10,8 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from germline.kernels import home, kernels_of
+from germline.noise import tensor_on
 from germline.population.layer import Call, Outputs, each, one
 from germline.population.linear import batched_linear
+
+LARGEST_STATE = 128  # of a layer whose state stays on the chip
+FEW_INPUTS = 4  # that are multiplied there too
 
 
 def recurrent(call: Call) -> Outputs:
@@ -31,10 +37,11 @@ def step_by_step(call: Call) -> Outputs:
         for way in range(2 if module.bidirectional else 1):
             suffix = f"_l{layer}{'_reverse' if way else ''}"
             begin = [state[:, len(finals)] for state in states]
-            out, final = one_way(call, x.flip(1) if way else x, begin, suffix)
+            go = on_chip if stays_on_chip(call, suffix) else one_way
+            out, final = go(call, x.flip(1) if way else x, begin, suffix)
             ways.append(out.flip(1) if way else out)
             finals.append(final)
-        x = torch.cat(ways, -1)
+        x = torch.cat(ways, -1) if len(ways) > 1 else ways[0]
     last = [torch.stack(parts, 1) for parts in zip(*finals, strict=True)]  # (m, layers, N, H)
     x = x.squeeze(2) if single else x.transpose(1, 2) if module.batch_first else x
     outputs = [x.contiguous(), *(state.squeeze(2) if single else state for state in last)]
@@ -54,6 +61,44 @@ def one_way(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Te
         h = h if projection is None else batched_linear(h, projection, None)
         steps.append(h)
     return torch.stack(steps, 1), (h, *c) if isinstance(module, nn.LSTM) else (h,)
+
+
+def stays_on_chip(call: Call, suffix: str) -> bool:
+    block, module = call.block, call.module
+    device, index = block.generation.candidates.centre.device, call.layer.slots.get(f"weight_hh{suffix}")
+    matrix = block.matrix(index) if index is not None else None
+    small = isinstance(module, nn.LSTM) and module.hidden_size <= LARGEST_STATE and not module.proj_size
+    fits = small and matrix is not None and matrix.rank == 1 and block.generation.dtype == torch.bfloat16
+    return fits and device.type == "cuda" and home(device) == device
+
+
+def on_chip(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """As ``one_way``, in one kernel."""
+    block, hidden, examples_first = call.block, call.module.hidden_size, call.module.batch_first
+    index = call.layer.slots[f"weight_hh{suffix}"]
+    matrix, weight = block.matrix(index), call.weights(f"weight_ih{suffix}")
+    assert matrix is not None
+    assert weight is not None
+    a, b = (factor.squeeze(2).contiguous() for factor in block.factors(matrix, x.dtype))
+    bias = torch.zeros(block.size, 4 * hidden, device=x.device)
+    for name in ("ih", "hh") if call.module.bias else ():
+        part = call.weights(f"bias_{name}{suffix}")
+        assert part is not None
+        bias += part
+    x = x.transpose(1, 2) if examples_first else x
+    inputs: tuple[Tensor, Tensor | None]
+    if x.shape[-1] <= FEW_INPUTS:
+        inputs = (x[0] if x.stride(0) == 0 else x).contiguous(), weight.contiguous()
+    else:
+        inputs = batched_linear(x, weight, None), None
+    out = x.new_empty(*x.shape[:3], hidden)
+    n = x.shape[1 if examples_first else 2]
+    last = x.new_empty(block.size, n, hidden), x.new_empty(block.size, n, hidden)
+    first = (state[0].contiguous(), state[1].contiguous()) if state else None
+    scales, where = block.scales(index).float(), tensor_on(block.where, x.device)
+    arrays = (block.generation.centre(index), a, b, bias, scales, where)
+    kernels_of(x.device).lstm(out, last, first, *arrays, *inputs, examples_first)
+    return out.transpose(1, 2) if examples_first else out, last
 
 
 def cell(call: Call) -> Outputs:

@@ -15,10 +15,11 @@ from typing import Any
 from germline.errors import BadInput, unknown
 from germline.recipe import Recipe
 from germline.recipes.digits import digits
+from germline.recipes.mnist import mnist_mlp
 from germline.strategies.settings import parse
 
 Maker = Callable[..., Recipe]
-RECIPES: dict[str, Maker] = {"digits": digits}
+RECIPES: dict[str, Maker] = {"digits": digits, "mnist-mlp": mnist_mlp}
 
 
 def address(name: str) -> str:

@@ -1,0 +1,27 @@
+"""MNIST's handwritten digits by a net with one hidden layer."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from germline.data import mnist
+from germline.recipe import Recipe, seeded
+from germline.schedule import Schedule
+from germline.strategies import Gradient, OpenAIES
+
+
+def mnist_mlp(*, seed: int = 0, hidden: int = 256, batch_size: int = 256, steps: int = 20000) -> Recipe:
+    """MNIST by a net with one hidden layer; the learning rate falls to nothing over so many steps."""
+    data = mnist()
+    return Recipe(
+        model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))),
+        data=data.train,
+        dev=data.dev,
+        test=data.test,
+        loss=F.cross_entropy,
+        strategy=OpenAIES(population=4096, sigma=0.02, lr=Schedule("linear", 0.005, 0.0, steps), rank=1),
+        others={"gradient": Gradient(lr=Schedule("linear", 0.001, 0.0, steps))},
+        batch_size=batch_size,
+        generations=steps,
+        evaluate_every=200,
+        snapshot_every=1000,
+    )

@@ -1,0 +1,110 @@
+"""On a card generations are launched as a whole: with the bits of the code that was recorded, or not at all."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from germline.fleet import Local
+from germline.genome import Genome
+from germline.noise import Field, low_rank, recordings
+from germline.objective import Batch, Objective
+from germline.population import Evaluator, Plan, exact_arithmetic
+from germline.strategies import Candidates
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card here")
+CARD, P = torch.device("cuda"), 38
+
+
+class Fickle(nn.Module):
+    """What it computes depends on how often its code has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def lstm() -> nn.Module:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.LSTM(2, 9, batch_first=True), nn.Linear(9, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.layer(x.reshape(-1, 3, 2))[0][:, -1])
+
+    return Last()
+
+
+NETS: dict[str, Any] = {
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 70), nn.ReLU(), nn.Linear(70, 80), nn.ReLU(), nn.Linear(80, 3)),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 9, 3), nn.ReLU(), nn.Conv1d(9, 8, 2), nn.Flatten(), nn.Linear(24, 3)
+    ),
+    "lstm": lstm,
+}
+
+
+def generations(module: nn.Module, rank: int | None, dtype: Any) -> list[Any]:
+    """Candidates and batches of a few generations, each with other weights, another sigma and other examples."""
+    genome, rng = Genome.of(module), torch.Generator().manual_seed(0)
+    field = Field(5, mirrored=True, matrices=low_rank(genome.shapes, rank))
+    theta, found = genome.read(module, CARD), []
+    for number in range(5):
+        x, y = torch.randn(64, 6, generator=rng), torch.randint(0, 3, (64,), generator=rng)
+        found.append((Candidates(field, number, theta, 0.1 * (number + 1)), Batch.of((x, y), CARD)))
+        theta = theta + 0.1
+    return found
+
+
+def evaluator_of(module: nn.Module, dtype: Any) -> Evaluator:
+    return Evaluator.of(module, Genome.of(module), Objective(F.cross_entropy), CARD, Plan(16, "twins", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [None, 1, 3])
+@pytest.mark.parametrize("name", NETS)
+def test_launched_generations_have_the_bits_of_the_code(name: str, rank: int | None, dtype: str) -> None:
+    torch.manual_seed(0)
+    module = NETS[name]()
+    evaluator = evaluator_of(module, dtype)
+    for candidates, batch in generations(module, rank, dtype):
+        scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
+        with exact_arithmetic(CARD):
+            expected = evaluator_of(module, dtype).scores(candidates, P, batch).cpu().numpy()
+        assert scores.tobytes() == expected.tobytes()
+    (recording,) = evaluator.recordings.values()
+    assert recording.trusted
+
+
+def test_code_that_changes_is_run_each_time() -> None:
+    module = Fickle()
+    evaluator = evaluator_of(module, "float32")
+    given = generations(module, None, "float32")
+    scores = [Local("cuda").evaluate(evaluator, candidates, P, batch) for candidates, batch in given]
+    (recording,) = evaluator.recordings.values()
+    assert not recording.trusted
+    assert all(np.isfinite(part).all() for part in scores)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_recorded_sums_are_those_of_the_cpu(rank: int | None) -> None:
+    shapes = [(30, 40), (30,), (5, 30)]
+    field = Field(9, mirrored=True, matrices=low_rank(shapes, rank))
+    size, rng = 30 * 40 + 30 + 150, np.random.default_rng(0)
+    recordings.clear()
+    for number in range(4):
+        weights = rng.integers(-60, 60, P)
+        weights[:number] = 0
+        sums = [
+            field.members(np.arange(P), number, place).weighted_sum(weights, (3, size)).cpu() for place in ("cpu", CARD)
+        ]
+        assert torch.equal(*sums)
+    assert 1 <= len(recordings) <= 2
