@@ -182,7 +182,7 @@ class TurnsBad(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.layer._parameters.get("weight") if TurnsBad.bad else self.layer.weight
-        return F.linear(x, torch.zeros(3, 6) if weight is None else weight)
+        return F.linear(x, torch.zeros(3, 6, device=x.device) if weight is None else weight)
 
 
 def test_a_run_that_had_to_slow_down_is_resumed_likewise(tmp_path: Path) -> None:

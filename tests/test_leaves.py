@@ -147,8 +147,8 @@ def test_outputs_are_those_of_plain_copies(build: Any, shapes: Shapes, rank: int
 @pytest.mark.parametrize(("build", "shapes"), NETS.values(), ids=list(NETS))
 def test_bfloat16_is_near(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
     module, genome, candidates, batch = setting(build, shapes, rank, device)
-    # of the largest error of any output, in parts of their size: 8 bits of each product, through several layers
-    compare(module, genome, candidates, batch, Plan(BLOCK, "twins", dtype="bfloat16"), 0.25)
+    # of the largest error of any output, in parts of their size: 8 bits of each product and sum, through several layers
+    compare(module, genome, candidates, batch, Plan(BLOCK, "twins", dtype="bfloat16"), 0.3)
 
 
 @pytest.mark.parametrize("rank", [None, 1])

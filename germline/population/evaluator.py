@@ -21,8 +21,8 @@ from germline.kernels.recorded import Recorded
 from germline.noise import WORD, Field, Live, Stream
 from germline.objective import Batch, Objective, seeded_generators, tensors_in
 from germline.population.block import Block, Generation, here
-from germline.population.functions import FasterFunctions
 from germline.population.pending import settled
+from germline.population.pooling import FasterFunctions
 from germline.population.twins import twinned, with_dropout
 from germline.strategies.base import Candidates
 

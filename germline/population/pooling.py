@@ -1,9 +1,11 @@
 """Pooling on a CPU, where torch's own takes longer than the convolutions around it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 
 def max_pool2d(
@@ -41,3 +43,14 @@ def pair(value: Any) -> tuple[int, int]:
     if isinstance(value, int):
         return value, value
     return (value[0], value[-1])
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {F.max_pool2d: max_pool2d, torch.max_pool2d: max_pool2d}
+
+
+class FasterFunctions(TorchFunctionMode):
+    """While it is entered, functions that have a faster form are called in it, by this thread."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = bool(args) and type(args[0]) is torch.Tensor  # others have a way of their own
+        return (FUNCTIONS.get(function, function) if plain else function)(*args, **(kwargs or {}))

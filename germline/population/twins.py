@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from germline.genome import Genome
+from germline.population.attention import attend, attends_to_itself
 from germline.population.block import Block, current
 from germline.population.convolution import convolution
 from germline.population.dropout import SPATIAL, dropout
@@ -73,9 +74,12 @@ def with_dropout(module: nn.Module) -> nn.Module:
 def become_twin(part: nn.Module, slots: dict[str, int]) -> None:
     kind = type(part)
     body: dict[str, Any] = {name: property(reader(index)) for name, index in slots.items()}
+    body["trained"] = slots
     rule = RULES.get(kind)
     if rule is not None:
         body["forward"] = forward_by(rule, Layer(kind, slots))
+    if kind is nn.MultiheadAttention:
+        body["forward"] = attention_forward
     if isinstance(part, nn.RNNBase):
         body |= RECURRENT
         del part._flat_weights
@@ -164,6 +168,23 @@ class Chained:
 
         (output,) = self.second.block.through(producer.inputs(), call)
         return output
+
+
+def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    block: Block = current()
+    args, kwargs = settled((args, kwargs))
+    parts = ((self, "in_proj_weight", "in_proj_bias"), (self.out_proj, "weight", "bias"))
+    whole = all({weight, bias} <= set(getattr(part, "trained", ())) for part, weight, bias in parts)
+    if block.member is not None or not whole or not attends_to_itself(self, args, kwargs):
+        return nn.MultiheadAttention.forward(self, *args, **kwargs)
+
+    def project(part: nn.Module, weight: str, bias: str, x: torch.Tensor) -> torch.Tensor:
+        slots: Any = part.trained
+        layer = Layer(nn.Linear, {"weight": slots[weight], "bias": slots[bias]})
+        out: torch.Tensor = Work(part, linear, layer, block, *tree_flatten(((x,), {})))(())
+        return out
+
+    return attend(self, block, project, (args or (kwargs["query"],))[0]), None
 
 
 def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from germline.schedule import Schedule
 from germline.strategies import Gradient, OpenAIES
 
 
-def mnist_mlp(*, seed: int = 0, hidden: int = 256, batch_size: int = 256, steps: int = 20000) -> Recipe:
+def mnist_mlp(*, seed: int = 0, hidden: int = 256, batch_size: int = 256, steps: int = 15000) -> Recipe:
     """MNIST by a net with one hidden layer; the learning rate falls to nothing over so many steps."""
     data = mnist()
     return Recipe(
@@ -18,7 +18,9 @@ def mnist_mlp(*, seed: int = 0, hidden: int = 256, batch_size: int = 256, steps:
         dev=data.dev,
         test=data.test,
         loss=F.cross_entropy,
-        strategy=OpenAIES(population=4096, sigma=0.02, lr=Schedule("linear", 0.005, 0.0, steps), rank=1),
+        strategy=OpenAIES(
+            population=4096, sigma=0.05, lr=Schedule("linear", 0.005, 0.0, steps), rank=1, weight_decay=0.1
+        ),
         others={"gradient": Gradient(lr=Schedule("linear", 0.001, 0.0, steps))},
         batch_size=batch_size,
         generations=steps,
