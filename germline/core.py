@@ -64,6 +64,7 @@ class Core:
     noise: Field = field(init=False)
     state: Any = field(init=False)
     evaluator: Evaluator | None = field(init=False, default=None)
+    under_way: tuple[int, Batch, torch.Tensor] | None = field(init=False, default=None)  # see ``begin``
 
     def __post_init__(self) -> None:
         self.device = self.fleet.place()
@@ -117,8 +118,12 @@ class Core:
         candidates = self.strategy.ask(self.state, self.noise, generation, values)
         population, plan = self.strategy.population, evaluator.plan
         alone, slower = Plan(1, "alone", vectorised=False, dropout=plan.dropout), None
+        begun, self.under_way = self.under_way, None
         try:
-            scores = self.fleet.evaluate(evaluator, candidates, population, batch)
+            if begun is not None and begun[0] == generation and begun[1] is batch:
+                scores = begun[2].cpu().numpy()
+            else:
+                scores = self.fleet.evaluate(evaluator, candidates, population, batch)
             if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
                 if plan.dtype == "bfloat16":
                     slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
@@ -133,6 +138,20 @@ class Core:
             self.adopt(slower.plan)
             scores = self.fleet.evaluate(self.prepare(batch), candidates, population, batch)
         return Told(generation, scores, values)
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a card could evaluate the next generation while this process does something else."""
+        return self.evaluator is not None and any(r.trusted for r in self.evaluator.recordings.values())
+
+    def begin(self, generation: int, batch: Batch | None) -> None:
+        """Has a card begin a generation by itself, for ``evaluate`` to find; where it cannot, nothing is done."""
+        if self.evaluator is None or batch is None:
+            return
+        candidates = self.strategy.ask(self.state, self.noise, generation, self.strategy.values(self.state, generation))
+        recording = self.evaluator.recording(candidates, self.strategy.population, batch)
+        if recording is not None and recording.trusted:
+            self.under_way = (generation, batch, recording.scores(candidates, batch))
 
     def _confirmed(self, candidates: Candidates, batch: Batch, scores: NDArray[np.float32]) -> bool:
         """Whether sampled members, or all but one of them, have the scores of plain copies of the module."""
@@ -155,7 +174,7 @@ class Core:
     def adopt(self, plan: Plan) -> None:
         """From here on members are evaluated by this plan."""
         if plan != self.plan:
-            self.plan, self.evaluator = plan, None
+            self.plan, self.evaluator, self.under_way = plan, None, None
 
     def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> Told:
         if batch is None:

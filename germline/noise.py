@@ -5,14 +5,14 @@ integers it is made of are so small that sums weighted by integers are exact in 
 ``docs/design.md`` defines the field; ``kernels/reference.py`` is that definition as code.
 """
 
-import dataclasses
+import hashlib
 import math
 import operator
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -179,7 +179,9 @@ class Field:
         The generation may be a number in the memory of a card (see ``Live``), for noise that is used on that card.
         """
         number = generation if isinstance(generation, torch.Tensor) else whole_number("generation", generation, WORD)
-        return Noise(self, numbers_of(members), number, indexed(device))
+        if isinstance(members, range):  # a whole population, generation after generation
+            return Noise(self, places_of_all(members, self.mirrored), number, indexed(device))
+        return Noise(self, Places(members, self.mirrored), number, indexed(device))
 
     def below(self, bound: int, count: int, generation: int, stream: Stream, *, member: int = 0) -> NDArray[np.int64]:
         """``count`` integers from 0 to bound - 1, on the host; even to one part in 2^32 / bound.
@@ -220,23 +222,51 @@ class Field:
             yield at, stop, None
 
 
+class Places:
+    """Where in the field some members have their noise."""
+
+    def __init__(self, members: Integers, mirrored: bool) -> None:
+        self.members = numbers_of(members)
+        self.addresses = self.members >> 1 if mirrored else self.members
+        self.signs = (1 - 2 * (self.members & 1 if mirrored else 0 * self.members)).astype(np.int8)
+        even, odd = self.members[::2], self.members[1::2]
+        whole = mirrored and even.size == odd.size
+        # whether the members are mirrored pairs, each with its even member first
+        self.paired = bool(whole and ((even & 1) == 0).all() and (even + 1 == odd).all())
+
+    @cached_property
+    def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Each address once, in ascending order, and where each member's is among them; None if two by two."""
+        if self.paired and (np.diff(self.addresses[::2]) > 0).all():
+            return self.addresses[::2], None
+        return np.unique(self.addresses, return_inverse=True)
+
+    @cached_property
+    def key(self) -> bytes:
+        return hashlib.sha256(self.members.tobytes()).digest()
+
+
+@lru_cache(maxsize=16)
+def places_of_all(members: range, mirrored: bool) -> Places:
+    return Places(members, mirrored)
+
+
 @dataclass(frozen=True, eq=False)
 class Noise:
     """The noise of some members in one generation; made by ``Field.members``."""
 
     field: Field
-    members: NDArray[np.int64]
+    places: Places
     generation: int | torch.Tensor
     device: torch.device
-    addresses: NDArray[np.int64] = dataclasses.field(init=False)  # of the members in the field
-    signs: NDArray[np.int8] = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
-        mirrored = self.field.mirrored
-        object.__setattr__(self, "addresses", self.members >> 1 if mirrored else self.members)
-        object.__setattr__(
-            self, "signs", (1 - 2 * (self.members & 1 if mirrored else 0 * self.members)).astype(np.int8)
-        )
+    @property
+    def addresses(self) -> NDArray[np.int64]:
+        return self.places.addresses
+
+    @property
+    def signs(self) -> NDArray[np.int8]:
+        return self.places.signs
 
     # Slices
 
@@ -248,7 +278,7 @@ class Noise:
 
     def halves(self, span: Span, stream: Stream) -> torch.Tensor:
         """Uniform integers from 0 to 65535, one per member (mirrored or not) and parameter: int32."""
-        return self._fill(Reading.HALF, torch.int32, self.members, span, stream)
+        return self._fill(Reading.HALF, torch.int32, self.places.members, span, stream)
 
     def bits(self, span: Span, stream: Stream) -> torch.Tensor:
         """Fair coins, one per member (mirrored or not) and parameter: bool."""
@@ -256,7 +286,7 @@ class Noise:
 
     def words(self, count: int, stream: Stream) -> NDArray[np.uint64]:
         """The first 32-bit words of the first member, on the host."""
-        address = self._address(self.members[:1], (0, 2 * count), stream, torch.device("cpu"))
+        address = self._address(self.places.members[:1], (0, 2 * count), stream, torch.device("cpu"))
         return reference.words(address, count)
 
     def factors(self, matrix: Matrix, rows: Span | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +297,7 @@ class Noise:
         span = (middle, middle + matrix.columns * matrix.rank)
         b = self._fill(VALUES[self.field.kind].reading, torch.int8, self.addresses, span, Stream.LOW_RANK)
         shape_a, shape_b = (high - low, matrix.rank), (matrix.columns, matrix.rank)
-        return a.view(self.members.size, *shape_a), b.view(self.members.size, *shape_b)
+        return a.view(self.addresses.size, *shape_a), b.view(self.addresses.size, *shape_b)
 
     # Perturbing
 
@@ -290,7 +320,7 @@ class Noise:
         if theta.device != self.device:
             raise BadInput(f"The parameters are on {theta.device}, but this noise is for {self.device}.")
         theta = theta.detach()
-        shape = (self.members.size, theta.numel())
+        shape = (self.addresses.size, theta.numel())
         if out is None:
             out = theta.new_empty(shape)
         elif out.shape != shape or not out.is_floating_point() or out.device != theta.device:
@@ -311,7 +341,7 @@ class Noise:
         scale = significant(sigma, self.field.unit(None), theta)
         direct = place == out.device and out.is_contiguous() and (place.type != "cpu" or out.dtype == theta.dtype)
         whole = out if direct else torch.empty(out.shape, dtype=theta.dtype, device=place)
-        pairs = place.type == "cuda" and self.paired  # a card makes the noise of two members once
+        pairs = place.type == "cuda" and self.places.paired  # a card makes the noise of two members once
         signs = None if pairs else on(self.signs, place)
         address = self._address(
             self.addresses[::2] if pairs else self.addresses, (start, start + theta.numel()), Stream.DENSE, place
@@ -353,7 +383,7 @@ class Noise:
         self._refuse_matrices(span, Stream.DENSE)
         values = VALUES[self.field.kind]
         limit = values.limit if power == 1 else max(values.limit**2 - values.variance, values.variance)
-        addresses, folded, magnitude = self._fold(weights, power)
+        addresses, folded, magnitude = without_zeros(self._fold(weights, power))
         bound = bounded(magnitude * limit, 2**63)
         place = home(self.device)
 
@@ -381,7 +411,7 @@ class Noise:
     def accumulate_low_rank(self, weights: Weights, matrix: Matrix, rows: Span | None = None) -> torch.Tensor:
         """The exact sum over members of ``w_i A_i B_i^T``, integers in float64, where the noise is made."""
         limit = VALUES[self.field.kind].limit ** 2 * matrix.rank
-        addresses, folded, magnitude = self._fold(weights, 1)
+        addresses, folded, magnitude = without_zeros(self._fold(weights, 1))
         bounded(magnitude * limit, 2**53)
         low, high = rows or (0, matrix.rows)
         place = home(self.device)
@@ -420,64 +450,45 @@ class Noise:
     def _recorded_sum(self, folded: Folded, span: Span, dtype: torch.dtype) -> torch.Tensor:
         """The same with weights and generation in the card's memory, so that a card is given all its kernels at once.
 
-        Every address has a weight, be it zero, and what a sum can reach is rounded up to a power of two: both must not
-        change from one generation to the next.
+        What a sum can reach is rounded up to a power of two, so that it rarely changes from one generation to the next.
         """
-        addresses = self.distinct[0]
         bound = 1 << folded.magnitude.bit_length()
         if bound * VALUES[self.field.kind].limit >= 2**31:
             return self._sum_of_pieces(folded, span, dtype)
-        weights = np.zeros(addresses.size, np.int64)
-        weights[np.searchsorted(addresses, folded.addresses)] = folded.weights
-        key = (self.field, addresses.tobytes(), span, dtype, self.device, bound)
+        key = (self.places.key, span, dtype, self.device, bound, self.field)
         if key not in recordings:
             field, device = self.field, self.device
 
-            def sums(weights: torch.Tensor, generation: torch.Tensor) -> torch.Tensor:
-                noise = field.members([], generation, device)
-                return noise._sum_of_pieces(Folded(addresses, weights, bound), span, dtype)
+            def sums(given: torch.Tensor) -> torch.Tensor:
+                noise = field.members([], given[-1], device)
+                return noise._sum_of_pieces(Folded(folded.addresses, given[:-1], bound), span, dtype)
 
             recordings[key] = Recorded(sums)
             if len(recordings) > RECORDINGS:
                 recordings.popitem(last=False)
-        number = torch.full((), int(self.generation), dtype=torch.int64, device=self.device)
-        return recordings[key](torch.from_numpy(weights).to(self.device), number).clone()
+        given = np.append(folded.weights, int(self.generation))
+        return recordings[key](torch.from_numpy(given).to(self.device)).clone()
 
     # Addresses
 
     def _fold(self, weights: Weights, power: int) -> Folded:
-        """Each address once, with the weights of its members summed (signed for power 1), without the zeros."""
+        """Each address once, with the weights of its members summed, signed for power 1."""
         if isinstance(weights, Folded):
             return weights
         given = np.asarray(weights)
-        if given.shape != self.members.shape or (given.size and given.dtype.kind not in "iu"):
+        if given.shape != self.addresses.shape or (given.size and given.dtype.kind not in "iu"):
             raise BadInput(f"Weights must be whole numbers, one per member: got {given.dtype} of shape {given.shape}.")
         largest = max(abs(int(given.max(initial=0))), abs(int(given.min(initial=0))))
         safe = largest * given.size < 2**53
         magnitude = int(abs(given.astype(np.int64)).sum()) if safe else sum(map(abs, given.tolist()))
         bounded(magnitude, 2**63)
         signed = given.astype(np.int64) * (self.signs if power == 1 else 1)
-        addresses, where = self.distinct
+        addresses, where = self.places.distinct
         if where is None:
-            folded = signed[::2] + signed[1::2]
-        else:
-            folded = np.zeros(addresses.size, np.int64)
-            np.add.at(folded, where, signed)
-        return Folded(addresses[folded != 0], folded[folded != 0], magnitude)
-
-    @cached_property
-    def distinct(self) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-        """Each address once, in ascending order, and where each member's is among them; None if two by two."""
-        if self.paired and (np.diff(self.addresses[::2]) > 0).all():
-            return self.addresses[::2], None
-        return np.unique(self.addresses, return_inverse=True)
-
-    @cached_property
-    def paired(self) -> bool:
-        """Whether the members are mirrored pairs, each with its even member first."""
-        even, odd = self.members[::2], self.members[1::2]
-        whole = self.field.mirrored and even.size == odd.size
-        return bool(whole and ((even & 1) == 0).all() and (even + 1 == odd).all())
+            return Folded(addresses, signed[::2] + signed[1::2], magnitude)
+        folded = np.zeros(addresses.size, np.int64)
+        np.add.at(folded, where, signed)
+        return Folded(addresses, folded, magnitude)
 
     def _refuse_matrices(self, span: Span, stream: Stream) -> None:
         if stream == Stream.DENSE and any(matrix is not None for _, _, matrix in self.field.pieces(*span)):
@@ -499,6 +510,14 @@ class Noise:
         if not 0 <= start <= stop <= PARAMETERS:
             raise BadInput(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
         return Address(self.field.seed, int(stream), self.generation, on(addresses, place), start)
+
+
+def without_zeros(folded: Folded) -> Folded:
+    """Without the addresses that add nothing, if their weights are where they can be seen."""
+    if isinstance(folded.weights, torch.Tensor):
+        return folded
+    some = folded.weights != 0
+    return Folded(folded.addresses[some], folded.weights[some], folded.magnitude)
 
 
 def bounded(bound: int, end: int) -> int:

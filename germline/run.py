@@ -43,18 +43,21 @@ class Run:
     history: list[Row] = field(default_factory=list)
     measured: tuple[str, ...] = ("dev", "test")  # the splits that are scored on the way
     interrupted: bool = False
+    ahead: Batch | None = None  # the batch of the next generation, if a card has begun with it
 
     def step(self) -> Row:
         """One generation; when this returns it is on disk."""
         assert self.recipe is not None
         began = time.perf_counter()
         core, generation = self.core, self.generation
-        batch = self.batch(generation)
+        batch = self.batch(generation) if self.ahead is None else self.ahead
         core.prepare(batch)
         plan = core.plan
         told = core.evaluate(generation, batch)
         core.tell(told)
         self.generation += 1
+        self.ahead = self.batch(self.generation) if core.goes_ahead else None
+        core.begin(self.generation, self.ahead)  # while this generation is written to disk
         metrics = self.measure(batch) if self.generation % self.recipe.evaluate_every == 0 else {}
         seconds = time.perf_counter() - began
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None

@@ -36,9 +36,12 @@ def ranks(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     key = goodness(scores, maximize)
     order = np.argsort(key)
     ordered = key[order]
-    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]][: key.size])  # of those that share a score
-    last = np.append(first[1:], key.size)
     found = np.empty(key.size, np.int64)
+    if (ordered[1:] != ordered[:-1]).all():
+        found[order] = np.arange(1 - key.size, key.size, 2)
+        return found
+    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])  # of those that share a score
+    last = np.append(first[1:], key.size)
     found[order] = np.repeat(first + last - key.size, last - first)
     return found
 
@@ -62,6 +65,8 @@ def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
 def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
     """Larger is better; minus infinity for what is not finite."""
     values = single(scores)
+    if np.isfinite(values).all():
+        return values if maximize else -values
     return np.where(np.isfinite(values), values if maximize else -values, -np.inf).astype(np.float32)
 
 

@@ -328,6 +328,18 @@ def test_thin_convolutions(sizes: Any, kernel: Any, stride: Any, padding: Any, d
 
 
 @triton_only
+@pytest.mark.parametrize("columns", [5, 128, 300])
+def test_layer_norms(columns: int) -> None:
+    random = random_numbers(columns)
+    x, weight, bias = 3 * random(2, 70, columns) + 1, random(2, columns), random(2, columns)
+    out = torch.empty_like(x)
+    cuda.layer_norm(out, x, weight, bias, 1e-3)
+    for i in range(2):
+        expected = F.layer_norm(x[i].double(), (columns,), weight[i].double(), bias[i].double(), 1e-3)
+        assert (out[i].double() - expected).abs().max() < 0.05
+
+
+@triton_only
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("examples_first", [True, False])

@@ -12,7 +12,14 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
-from germline.kernels.cuda_layers import blend_outer, lstm, narrow_linear, thin_convolution, thin_product
+from germline.kernels.cuda_layers import (
+    blend_outer,
+    layer_norm,
+    lstm,
+    narrow_linear,
+    thin_convolution,
+    thin_product,
+)
 
 POPCOUNT = tl.constexpr(int(Reading.POPCOUNT))
 SIGN = tl.constexpr(int(Reading.SIGN))
@@ -292,6 +299,7 @@ __all__ = [
     "adam",
     "blend_outer",
     "fill",
+    "layer_norm",
     "lstm",
     "narrow_linear",
     "perturb",

@@ -380,3 +380,32 @@ def lstm(
         with torch.cuda.device_of(out):
             grid, warps = (members * triton.cdiv(n, 64),), 4 if hidden <= 64 else 8
             _lstm[grid](*arrays, n, steps, hidden, *strides, **options, num_warps=warps)
+
+
+@triton.jit
+def _layer_norm(out, x, weight, bias, n, columns, eps, TALL: tl.constexpr, WIDE: tl.constexpr):
+    """TALL rows of one member."""
+    tiles = tl.cdiv(n, TALL)
+    program = tl.program_id(0).to(tl.int64)
+    member, j, k = program // tiles, program % tiles * TALL + tl.arange(0, TALL), tl.arange(0, WIDE)
+    inside = k < columns
+    here = (j < n)[:, None] & inside[None, :]
+    place = (member * n + j)[:, None] * columns + k[None, :]
+    value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)
+    mean = tl.sum(value, 1) / columns
+    value = tl.where(here, value - mean[:, None], 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 1) / columns + eps)[:, None]
+    scale = tl.load(weight + member * columns + k, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + member * columns + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, value * scale[None, :] + shift[None, :], mask=here)
+
+
+def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+    """Rows of x, (members, n, columns), each with mean 0 and variance 1, times weight_i, plus bias_i; in float32."""
+    members, n, columns = x.shape
+    wide = triton.next_power_of_2(columns)
+    tall = max(1, 2048 // wide)
+    if out.numel():
+        with torch.cuda.device_of(out):
+            grid = (members * triton.cdiv(n, tall),)
+            _layer_norm[grid](out, x, weight, bias, n, columns, eps, TALL=tall, WIDE=wide, num_warps=4)

@@ -22,6 +22,7 @@ from germline.population.dropout import SPATIAL, dropout
 from germline.population.embedding import embedding
 from germline.population.layer import Call, Layer, Rule, each
 from germline.population.linear import linear, narrow_of_parts, parts, takes_parts
+from germline.population.norm import has_kernel, layer_norm
 from germline.population.pending import After, Pending, settled
 from germline.population.recurrent import cell, recurrent
 
@@ -80,6 +81,8 @@ def become_twin(part: nn.Module, slots: dict[str, int]) -> None:
         body["forward"] = forward_by(rule, Layer(kind, slots))
     if kind is nn.MultiheadAttention:
         body["forward"] = attention_forward
+    if kind is nn.LayerNorm:
+        body["forward"] = norm_forward
     if isinstance(part, nn.RNNBase):
         body |= RECURRENT
         del part._flat_weights
@@ -185,6 +188,17 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return out
 
     return attend(self, block, project, (args or (kwargs["query"],))[0]), None
+
+
+def norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    block: Block = current()
+    x = settled(x)
+    out: torch.Tensor
+    if block.member is not None or not {"weight", "bias"} <= set(self.trained) or not has_kernel(self, x):
+        out = nn.LayerNorm.forward(self, x)
+    else:
+        out = Work(self, layer_norm, Layer(nn.LayerNorm, self.trained), block, *tree_flatten(((x,), {})))(())
+    return out
 
 
 def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:

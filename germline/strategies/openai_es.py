@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 
 from germline.errors import BadInput
@@ -97,7 +96,7 @@ class OpenAIES:
         if weights is None:  # nothing was learned: no step, no decay, no change of the moments
             return state
         theta = state.theta
-        noise = field.members(np.arange(self.population), told.generation, theta.device)
+        noise = field.members(range(self.population), told.generation, theta.device)
         total = noise.weighted_sum(weights, (start, start + theta.numel()), theta.dtype)
         scale = unit(self.shaping, self.population) / (self.population * told.values["sigma"])
         gradient = total * rounded(-scale, theta.dtype)
