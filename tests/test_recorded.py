@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from germline import kernels
+from germline.core import Core
 from germline.fleet import Local
 from germline.genome import Genome
 from germline.noise import Field, low_rank, recordings
 from germline.objective import Batch, Objective
-from germline.population import Evaluator, Plan, exact_arithmetic
-from germline.strategies import Candidates
+from germline.population import Evaluator, Plan, SlowPath, exact_arithmetic
+from germline.strategies import Candidates, OpenAIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card here")
 CARD, P = torch.device("cuda"), 38
@@ -108,3 +110,26 @@ def test_recorded_sums_are_those_of_the_cpu(rank: int | None) -> None:
         ]
         assert torch.equal(*sums)
     assert 1 <= len(recordings) <= 2
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("name", NETS)
+def test_a_card_without_kernels(name: str, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = NETS[name]()
+    (candidates, batch), *_ = generations(module, rank, "float32")
+    expected = Local("cuda").evaluate(evaluator_of(module, "float32"), candidates, P, batch)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    kernels.home.cache_clear()
+    try:
+        evaluator = evaluator_of(module, "float32")
+        scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
+        assert not evaluator.recordings
+        strategy = OpenAIES(population=P, rank=rank)
+        core = Core(module, strategy, Objective(F.cross_entropy), Local("cuda"), 0)
+        with pytest.warns(SlowPath, match="no kernels"):
+            core.prepare(batch)
+    finally:
+        monkeypatch.undo()
+        kernels.home.cache_clear()
+    assert np.allclose(scores, expected, rtol=1e-4)
