@@ -13,13 +13,17 @@ from germline.fleet import Local
 from germline.objective import accuracy
 from germline.recipe import Recipe, seeded
 from germline.schedule import Schedule
-from germline.strategies import Gradient, OpenAIES
+from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 from germline.version import __version__
 
 __all__ = [
+    "GA",
+    "PSO",
+    "SNES",
     "BadInput",
     "Gradient",
     "Local",
+    "MuLambda",
     "OpenAIES",
     "Recipe",
     "Result",

@@ -290,6 +290,8 @@ def with_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) ->
     kinds = typing.get_type_hints(type(strategy))
     names = [field.name for field in dataclasses.fields(strategy)]  # type: ignore[arg-type]
     for key in settings:
+        if key in ("rank", "ranks") and key not in names:
+            raise BadInput(f"The strategy {strategy.name} has no noise of low rank: leave out {key}.")
         if key not in names:
             raise unknown(f"setting of {strategy.name}", key, names)
     values = {key: parse(kinds[key], key, text) for key, text in settings.items()}

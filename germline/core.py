@@ -37,7 +37,7 @@ from germline.population import (
     settle,
 )
 from germline.shaping import utilities
-from germline.strategies import AnyStrategy, Candidates, Told
+from germline.strategies import AnyStrategy, Apart, Candidates, Told
 
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 CHECK_EVERY = 100  # generations between checks of sampled members
@@ -77,6 +77,8 @@ class Core:
             theta = self.genome.read(self.module, self.device)
         else:
             theta = torch.zeros(self.genome.size, dtype=self.genome.dtype, device=self.device)
+        if hasattr(self.strategy, "resolved"):  # constants that depend on the number of parameters
+            self.strategy = self.strategy.resolved(self.genome.size)
         self.noise = self.strategy.field(self.seed, self.genome)
         self.state = self.strategy.init(theta)
 
@@ -103,6 +105,8 @@ class Core:
         sigma = getattr(self.strategy, "sigma", None)
         values = {"sigma": LADDER[2]} if sigma == "auto" else self.strategy.values(self.state, 0)
         candidates = self.strategy.ask(self.state, self.noise, 0, values)
+        if not candidates.shared:
+            candidates = Apart(self.noise, 0, self.state.theta, LADDER[2])
         with one_thread_each(), exact_arithmetic(self.device):
             size = block_size(self.strategy.population, self.genome, prepared(self.module).to(self.device), batch)
             settled = settle(self._make, size, candidates, batch, dropout=self.dropout)

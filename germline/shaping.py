@@ -4,6 +4,7 @@ Scores are float32 before anything else. NaN and infinities are worst, whatever 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +45,31 @@ def ranks(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     last = np.append(first[1:], key.size)
     found[order] = np.repeat(first + last - key.size, last - first)
     return found
+
+
+def by_rank(scores: NDArray[Any], table: Sequence[int], *, maximize: bool) -> NDArray[np.int64]:
+    """The integers of a table, the first for the best; ties share theirs, rounded down.
+
+    >>> by_rank(np.array([0.5, 0.1, float("nan"), 0.1]), [9, 4, 1, -3], maximize=False).tolist()
+    [1, 6, -3, 6]
+    """
+    key = goodness(scores, maximize)
+    order = best_first(scores, maximize=maximize)
+    ordered, sums = key[order], np.concatenate([[0], np.cumsum(np.asarray(table, np.int64))])
+    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    last = np.append(first[1:], key.size)
+    found = np.empty(key.size, np.int64)
+    found[order] = np.repeat((sums[last] - sums[first]) // (last - first), last - first)
+    return found
+
+
+def best_first(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
+    """The members' numbers, the best first; of equals the first stays first.
+
+    >>> best_first(np.array([0.5, 0.1, float("nan"), 0.1]), maximize=False).tolist()
+    [1, 3, 0, 2]
+    """
+    return np.argsort(-goodness(scores, maximize), kind="stable")
 
 
 def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:

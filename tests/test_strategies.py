@@ -13,7 +13,21 @@ from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field
 from germline.schedule import Schedule
-from germline.strategies import STRATEGIES, AnyStrategy, Gradient, OpenAIES, Told, cut, pack, strategy_class, unpack
+from germline.strategies import (
+    GA,
+    PSO,
+    SNES,
+    STRATEGIES,
+    AnyStrategy,
+    Gradient,
+    MuLambda,
+    OpenAIES,
+    Told,
+    cut,
+    pack,
+    strategy_class,
+    unpack,
+)
 from germline.strategies.settings import parse
 
 SIZE = 20
@@ -37,6 +51,22 @@ EXAMPLES: dict[str, AnyStrategy] = {
         optimizer=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10, 0.7),
     ),
+    "snes": SNES(population=20, sigma=0.3).resolved(SIZE),
+    "snes, mirrored, uniform": SNES(population=20, sigma=0.3, mirrored=True, noise="uniform").resolved(SIZE),
+    "mu-lambda": MuLambda(population=40, parents=8, sigma=0.3),
+    "mu-lambda, comma, two mates": MuLambda(population=40, parents=8, mates=2, plus=False, sigma=0.3, tau=0.2),
+    "mu-lambda, discrete, fifth": MuLambda(
+        population=40, parents=6, mates=3, recombination="discrete", adaptation="fifth", sigma=0.3
+    ),
+    "mu-lambda, old scores, rank 1": MuLambda(population=40, parents=8, rescore=False, rank=1, sigma=0.2),
+    "ga": GA(population=40, parents=8, sigma=0.2),
+    "ga, tournament, one-point": GA(
+        population=41, parents=10, selection="tournament", crossover="one-point", mutation=0.3, sigma=0.4
+    ),
+    "ga, blend": GA(population=40, parents=8, elites=0, crossover="blend", sigma=0.05),
+    "ga, no crossover": GA(population=40, parents=8, crossover="none", sigma=Schedule("linear", 0.3, 0.1, 30)),
+    "pso": PSO(population=30, sigma=0.5),
+    "pso, ring, drifting": PSO(population=30, topology="ring", sigma=0.5, decay=0.95, clamp=0.3),
     "gradient": Gradient(lr=0.1),
     "gradient, torch": Gradient(lr=0.1, optimizer="torch.RMSprop"),
 }

@@ -127,6 +127,8 @@ class Block:
     # The noise beside the centre, for layers that are linear in their weights
 
     def matrix(self, index: int) -> Matrix | None:
+        if not self.generation.candidates.shared:
+            return None
         slot = self.slot(index)
         return next((m for m in self.generation.candidates.field.matrices if m.start == slot.start), None)
 

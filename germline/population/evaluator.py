@@ -96,7 +96,7 @@ class Evaluator:
     def recording(self, candidates: Candidates, population: int, batch: Batch | None) -> "Recording | None":
         """Of generations like this one, if a card can launch them as a whole."""
         card = self.device.type == "cuda" and home(self.device).type == "cuda"
-        if not card or batch is None or not self.plan.vectorised or self.plan.one_by_one:
+        if not card or batch is None or not candidates.shared or not self.plan.vectorised or self.plan.one_by_one:
             return None
         key = (population, kind_of(batch), isinstance(candidates.sigma, torch.Tensor), candidates.field)
         if key not in self.recordings:

@@ -41,7 +41,7 @@ class Call:
     def separable(self, name: str) -> bool:
         """Whether a parameter is the same for all members but for their noise, in the type of the arithmetic."""
         generation = self.block.generation
-        if name not in self.layer.slots:
+        if name not in self.layer.slots or not generation.candidates.shared:
             return False
         own = generation.type_of(self.block.slot(self.layer.slots[name]))
         return own in (torch.float32, torch.float64, generation.dtype)

@@ -3,11 +3,15 @@
 from typing import Any
 
 from germline.errors import unknown
-from germline.strategies.base import AnyStrategy, Candidates, Strategy, Told, cut, pack, unpack
+from germline.strategies.base import AnyStrategy, Apart, Candidates, Strategy, Told, cut, pack, unpack
+from germline.strategies.ga import GA
 from germline.strategies.gradient import Gradient
+from germline.strategies.mu_lambda import MuLambda
 from germline.strategies.openai_es import OpenAIES
+from germline.strategies.pso import PSO
+from germline.strategies.snes import SNES
 
-STRATEGIES: dict[str, type[Any]] = {cls.name: cls for cls in (OpenAIES, Gradient)}
+STRATEGIES: dict[str, type[Any]] = {cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, Gradient)}
 
 
 def strategy_class(name: str) -> type[Any]:
@@ -18,10 +22,15 @@ def strategy_class(name: str) -> type[Any]:
 
 
 __all__ = [
+    "GA",
+    "PSO",
+    "SNES",
     "STRATEGIES",
     "AnyStrategy",
+    "Apart",
     "Candidates",
     "Gradient",
+    "MuLambda",
     "OpenAIES",
     "Strategy",
     "Told",

@@ -1,12 +1,12 @@
 """What every strategy is made of: a State, candidates that are descriptions, and what a generation told.
 
-A strategy is a frozen dataclass of settings with pure functions over a State dataclass. The arrays of a State have one
-element per parameter, and ``tell`` treats each parameter by itself: given a State that holds only some columns it gives
-the same columns of the next State.
+A strategy is a frozen dataclass of settings with pure functions over a State dataclass. The last axis of a State's
+arrays is that of the parameters, and ``tell`` treats each parameter by itself: given a State that holds only some
+columns it gives the same columns of the next State.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -22,6 +22,8 @@ from germline.noise import Field, Sigma
 class Candidates:
     """The members of a generation, as a description: centre + sigma * noise. Nothing of size P x M is built."""
 
+    shared: ClassVar[bool] = True  # whether all members have one centre, which layers can make use of
+
     field: Field
     generation: int | torch.Tensor  # a tensor, and a sigma that changes, where a card launches what it has recorded
     centre: torch.Tensor
@@ -34,6 +36,31 @@ class Candidates:
         noise = self.field.members(members, self.generation, self.centre.device)
         sigma = self.sigma[start:stop] if isinstance(self.sigma, torch.Tensor) else self.sigma
         return noise.perturb(self.centre[start:stop], sigma, start=start, out=out)
+
+
+@dataclass(frozen=True)
+class Apart(Candidates):
+    """The same members, made as if they had no centre in common."""
+
+    shared: ClassVar[bool] = False
+
+
+Make = Callable[[NDArray[np.int64], int, int], torch.Tensor]  # parameters low to high of some members
+
+
+@dataclass(frozen=True)
+class Offspring(Candidates):
+    """Members that have no centre in common: made of a State's arrays, those that are asked for."""
+
+    shared: ClassVar[bool] = False
+
+    make: Make = dataclasses.field(kw_only=True)
+
+    def weights(
+        self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        made = self.make(members, start, stop)
+        return made if out is None else out.copy_(made)
 
 
 @dataclass(frozen=True)
@@ -73,9 +100,9 @@ AnyStrategy = Strategy[Any]
 
 
 def cut(state: Any, low: int, high: int) -> Any:
-    """The columns low:high of a State."""
+    """The columns low:high of a State: of the last axis of its arrays, which is that of the parameters."""
     if isinstance(state, torch.Tensor):
-        return state[low:high]
+        return state[..., low:high]
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         parts = {f.name: cut(getattr(state, f.name), low, high) for f in dataclasses.fields(state)}
         return type(state)(**parts)

@@ -1,0 +1,149 @@
+"""A genetic algorithm for networks: selection, crossover, mutation, elitism.
+
+    parents    the best of a generation are kept; each child has two of them, drawn evenly (truncation), or each the
+               best of a few that were drawn (tournament)
+    crossover  uniform (each parameter from one of the two), one-point, blend (a point on the line through both, or a
+               little beyond, for each parameter: BLX-alpha, Eshelman, Schaffer 1993), or none
+    mutation   of each parameter with a probability, by sigma z
+    elites     the best go on unchanged, and are scored again with the others
+
+After Such et al., "Deep Neuroevolution", 2017, where there is no crossover.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.errors import BadInput
+from germline.genome import Genome
+from germline.noise import WORD, Field, Kind, Noise, Stream, low_rank, rounded
+from germline.schedule import Scheduled, value_at
+from germline.shaping import best_first
+from germline.strategies.base import Candidates, Offspring, Told, cut
+from germline.strategies.settings import check_choice, check_rate, rank_rules, ranks_of, setting
+
+
+@dataclass(frozen=True)
+class State:
+    parents: torch.Tensor  # (parents, M), the best first; a single one before the first generation
+    size: int  # M, whatever columns are here
+
+    @property
+    def theta(self) -> torch.Tensor:
+        return self.parents[0]
+
+
+@dataclass(frozen=True)
+class GA:
+    """A genetic algorithm with elitism.
+
+    >>> state = GA(population=8, parents=2, elites=1).init(torch.zeros(3))
+    >>> state.parents.shape, state.theta.tolist()
+    (torch.Size([1, 3]), [0.0, 0.0, 0.0])
+    """
+
+    name: ClassVar[str] = "ga"
+    needs_gradient: ClassVar[bool] = False
+
+    population: int = setting(256, "members of a generation")
+    parents: int = setting(32, "members that are kept as parents")
+    elites: int = setting(2, "of these, how many go on unchanged")
+    selection: Literal["truncation", "tournament"] = setting("truncation", "of parents: evenly, or the best of a few")
+    contestants: int = setting(3, "members of a tournament")
+    crossover: Literal["uniform", "one-point", "blend", "none"] = setting(
+        "uniform", "uniform, one-point, blend or none"
+    )
+    alpha: float = setting(0.5, "how far beyond both parents a blend may go, in parts of their distance")
+    sigma: Scheduled = setting(0.05, "standard deviation of a mutation: a number or a schedule")
+    mutation: float = setting(1.0, "the probability that a parameter is mutated")
+    rank: int | None = setting(None, "rank of the mutations of matrices; none is dense")
+    ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
+    noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
+
+    def __post_init__(self) -> None:
+        check_choice("selection", self.selection, ("truncation", "tournament"))
+        check_choice("crossover", self.crossover, ("uniform", "one-point", "blend", "none"))
+        check_rate("sigma", self.sigma)
+        check_rate("alpha", self.alpha, zero=True)
+        if not 1 <= self.parents <= self.population:
+            raise BadInput(f"There must be from 1 to {self.population} parents, not {self.parents}.")
+        if not 0 <= self.elites <= self.parents:
+            raise BadInput(f"Elites are parents that go on unchanged: from 0 to {self.parents}, not {self.elites}.")
+        if not 0 < self.mutation <= 1:
+            raise BadInput(f"The probability of a mutation must be above 0 and at most 1, not {self.mutation}.")
+        if self.contestants < 1:
+            raise BadInput(f"A tournament has at least one contestant, not {self.contestants}.")
+        rank_rules(self.ranks)
+
+    def field(self, seed: int, genome: Genome) -> Field:
+        return Field(seed, self.noise, matrices=low_rank(genome.shapes, ranks_of(genome, self.rank, self.ranks)))
+
+    def init(self, theta: torch.Tensor) -> State:
+        return State(theta[None], theta.numel())
+
+    def values(self, state: State, generation: int) -> dict[str, float]:
+        return {"sigma": value_at(self.sigma, generation)}
+
+    def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
+        def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
+            return self.members(cut(state, low, high), field, generation, values["sigma"], members, low)
+
+        return Offspring(field, generation, state.theta, 0.0, make=make)
+
+    def members(
+        self, state: State, field: Field, generation: int, sigma: float, members: NDArray[np.int64], start: int
+    ) -> torch.Tensor:
+        """Some members of a generation, elites first; the columns that the state has."""
+        parents, device = state.parents, state.parents.device
+        contestants = self.contestants if self.selection == "tournament" else 1
+        pairs = torch.from_numpy(pairs_of(field, generation, self.population, len(parents), contestants)[members])
+        first, second = (parents[pairs[:, i].to(device)] for i in range(2))
+        noise, span = field.members(members, generation, device), (start, start + parents.shape[1])
+        child = first if self.crossover == "none" else self.crossed(first, second, noise, span, state.size)
+        step = noise.perturb(torch.zeros_like(parents[0]), sigma, start=start)
+        if self.mutation < 1:
+            step = step * (noise.halves(span, Stream.COEFFICIENT) < round(self.mutation * 65536)).to(step.dtype)
+        made = child + step
+        unchanged = np.flatnonzero(members < min(self.elites, len(parents)))
+        if unchanged.size:
+            made[torch.from_numpy(unchanged).to(device)] = parents[torch.from_numpy(members[unchanged]).to(device)]
+        return made
+
+    def crossed(
+        self, first: torch.Tensor, second: torch.Tensor, noise: Noise, span: tuple[int, int], size: int
+    ) -> torch.Tensor:
+        if self.crossover == "uniform":
+            return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)
+        if self.crossover == "one-point":
+            points = points_of(noise.field, int(noise.generation), self.population)[noise.places.members]
+            cuts = torch.from_numpy(points * size >> 32).to(first.device)
+            return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
+        halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)
+        where = halves * rounded((1 + 2 * self.alpha) / 65536, first.dtype) - rounded(self.alpha, first.dtype)
+        return first + (second - first) * where
+
+    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
+        if not np.isfinite(told.scores).any():
+            return state
+        best = best_first(told.scores, maximize=maximize)[: self.parents]
+        parents = self.members(state, field, told.generation, told.values["sigma"], best, start)
+        return State(parents, state.size)
+
+
+@lru_cache(maxsize=4)
+def pairs_of(field: Field, generation: int, population: int, parents: int, contestants: int) -> NDArray[np.int64]:
+    """The two parents of each member: (population, 2); the best of a tournament is the one that stands first."""
+    drawn = field.below(parents, 2 * population * contestants, generation, Stream.SELECTION)
+    pairs: NDArray[np.int64] = drawn.reshape(population, 2, contestants).min(2)
+    return pairs
+
+
+@lru_cache(maxsize=4)
+def points_of(field: Field, generation: int, population: int) -> NDArray[np.int64]:
+    """Where the parameters of each member's second parent begin, in parts of 2^32."""
+    return field.below(WORD, population, generation, Stream.CROSSOVER)

@@ -1,0 +1,200 @@
+"""(mu + lambda)- and (mu, lambda)-ES: Beyer, Schwefel, "Evolution strategies: a comprehensive introduction", 2002.
+
+    a child     the mean of rho parents (intermediate), or each parameter from one of them (discrete), + sigma z
+    its sigma   the mean of its parents', times exp(tau N(0, 1)): self-adaptation
+                or one for all, larger if more than a fifth of the children were better than their parents: 1/5 rule
+    selection   the best mu of parents and children (plus), or of the children alone (comma)
+
+Scores on changing batches cannot be compared: under plus, parents are scored again with their children, as the last
+members of a generation; or, with ``rescore=false``, their old scores drift towards the mean by ``decay``.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.errors import BadInput
+from germline.genome import Genome
+from germline.noise import Field, Kind, Stream, low_rank, rounded
+from germline.optim import exponential
+from germline.shaping import best_first, goodness
+from germline.strategies.base import Candidates, Offspring, Told, cut
+from germline.strategies.settings import check_choice, check_rate, rank_rules, ranks_of, setting
+
+STEP = 0.85  # by which the 1/5 rule changes sigma
+HALVES = 16  # of the field that make one number that is nearly normal: their bits' sum has variance 64
+
+
+@dataclass(frozen=True)
+class State:
+    parents: torch.Tensor  # (mu, M), the best first; a single one before the first generation
+    sigmas: tuple[float, ...]  # of the parents
+    scores: tuple[float, ...]  # how good the parents were when they were last scored; larger is better
+    size: int  # M, whatever columns are here
+
+    @property
+    def theta(self) -> torch.Tensor:
+        return self.parents[0]
+
+
+@dataclass(frozen=True)
+class MuLambda:
+    """Evolution strategies with parents, children and recombination.
+
+    >>> MuLambda(population=100, parents=20).children, MuLambda(population=100, parents=20, plus=False).children
+    (80, 100)
+    """
+
+    name: ClassVar[str] = "mu-lambda"
+    needs_gradient: ClassVar[bool] = False
+
+    population: int = setting(256, "members scored in a generation: children, and under plus the parents again")
+    parents: int = setting(32, "mu, the parents that are kept")
+    mates: int | None = setting(None, "rho, the parents of a child; none is all of them")
+    plus: bool = setting(True, "whether parents compete with their children")
+    recombination: Literal["intermediate", "discrete"] = setting(
+        "intermediate", "of the mates: their mean, or each parameter from one"
+    )
+    sigma: float = setting(0.05, "initial step size")
+    adaptation: Literal["self", "fifth", "none"] = setting(
+        "self", "of the step size: self-adaptation, the 1/5 rule, or none"
+    )
+    tau: float | None = setting(None, "learning rate of self-adaptation; none is 1 / sqrt(2 M)")
+    rescore: bool = setting(True, "under plus: parents are scored again with their children")
+    decay: float = setting(0.9, "without rescore: what is left of a parent's old score in each generation")
+    rank: int | None = setting(None, "rank of the noise of matrices; none is dense noise")
+    ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
+    noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
+
+    def __post_init__(self) -> None:
+        check_choice("recombination", self.recombination, ("intermediate", "discrete"))
+        check_choice("adaptation", self.adaptation, ("self", "fifth", "none"))
+        check_rate("sigma", self.sigma)
+        if not 1 <= self.parents <= self.children:
+            message = f"not {self.parents} parents and {self.children} children"
+            raise BadInput(f"There must be at least one parent, and as many children as parents: {message}.")
+        if self.mates is not None and not 1 <= self.mates <= self.parents:
+            raise BadInput(f"A child has from 1 to {self.parents} mates as its parents, not {self.mates}.")
+        if not 0 <= self.decay <= 1:
+            raise BadInput(f"The setting decay must be from 0 to 1, not {self.decay}.")
+        rank_rules(self.ranks)
+
+    @property
+    def children(self) -> int:
+        return self.population - (self.parents if self.plus and self.rescore else 0)
+
+    def field(self, seed: int, genome: Genome) -> Field:
+        return Field(seed, self.noise, matrices=low_rank(genome.shapes, ranks_of(genome, self.rank, self.ranks)))
+
+    def init(self, theta: torch.Tensor) -> State:
+        return State(theta[None], (self.sigma,), (math.nan,), theta.numel())
+
+    def values(self, state: State, generation: int) -> dict[str, float]:
+        return {"sigma": math.fsum(state.sigmas) / len(state.sigmas)}
+
+    def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
+        def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
+            return self.members(cut(state, low, high), field, generation, members, low)
+
+        return Offspring(field, generation, state.theta, 0.0, make=make)
+
+    def members(
+        self, state: State, field: Field, generation: int, members: NDArray[np.int64], start: int
+    ) -> torch.Tensor:
+        """Some members of a generation: children, then parents; the columns that the state has."""
+        parents, device = state.parents, state.parents.device
+        chosen = mates_of(field, generation, self.children, len(parents), self.mates)
+        sigmas = self.step_sizes(state, field, generation)
+        old = members >= self.children
+        child = np.where(old, 0, members)
+        noise = field.members(members, generation, device)
+        if self.recombination == "discrete" and chosen.shape[1] > 1:
+            picks = noise.halves((start, start + parents.shape[1]), Stream.CROSSOVER).long() * chosen.shape[1] >> 16
+            whose = torch.from_numpy(chosen).to(device)[torch.from_numpy(child).to(device)].gather(1, picks)
+            base = parents.gather(0, whose)
+        else:
+            base = mean_of(parents, chosen[child])
+        z = noise.perturb(torch.zeros_like(parents[0]), 1.0, start=start)
+        scale = torch.tensor([sigmas[i] for i in child], dtype=parents.dtype, device=device)
+        made = base + scale[:, None] * z
+        if old.any():
+            kept = np.minimum(members[old] - self.children, len(parents) - 1)
+            made[torch.from_numpy(np.flatnonzero(old)).to(device)] = parents[torch.from_numpy(kept).to(device)]
+        return made
+
+    def step_sizes(self, state: State, field: Field, generation: int) -> list[float]:
+        """Of the children."""
+        if self.adaptation != "self":
+            return [float(np.float32(state.sigmas[0]))] * self.children
+        chosen = mates_of(field, generation, self.children, len(state.parents), self.mates)
+        tau = self.tau if self.tau is not None else 1 / math.sqrt(2 * state.size)
+        mean = mean_of(torch.tensor(state.sigmas, dtype=torch.float64)[:, None], chosen)[:, 0]
+        normal = torch.from_numpy(normals(field, generation, self.children))
+        return [float(sigma) for sigma in (mean * exponential(normal * tau)).float()]
+
+    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
+        if not np.isfinite(told.scores).any():
+            return state
+        generation, count, mu = told.generation, self.children, len(state.parents)
+        good = goodness(told.scores, maximize)
+        scores = good[:count]
+        sigmas, numbers = self.step_sizes(state, field, generation), np.arange(count)
+        if self.plus:
+            old = good[count : count + mu] if self.rescore else self.drifted(state, good)
+            scores, numbers = np.concatenate([old, scores]), np.concatenate([-1 - np.arange(mu), numbers])
+        best = best_first(scores, maximize=True)[: self.parents]
+        chosen = numbers[best]
+        everybody = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents stand behind the children
+        parents = self.members(state, field, generation, everybody, start)
+        kept = tuple(state.sigmas[-1 - n] if n < 0 else sigmas[n] for n in chosen.tolist())
+        if self.adaptation == "fifth":
+            kept = (self.by_success(state, good, field, generation),) * len(chosen)
+        return State(parents, kept, tuple(float(score) for score in scores[best]), state.size)
+
+    def drifted(self, state: State, good: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The parents' old scores, which drift towards the mean of the new ones."""
+        mean = float(np.mean(good[np.isfinite(good)], dtype=np.float64))
+        return np.array([self.decay * old + (1 - self.decay) * mean for old in state.scores], np.float32)
+
+    def by_success(self, state: State, good: NDArray[np.float32], field: Field, generation: int) -> float:
+        """sigma by the 1/5 rule: a child succeeds that is better than the mean of its parents."""
+        old = good[self.children :][: len(state.parents)] if self.plus and self.rescore else np.array(state.scores)
+        if not np.isfinite(old).all():
+            return state.sigmas[0]
+        chosen = mates_of(field, generation, self.children, len(state.parents), self.mates)
+        parents = old.astype(np.float64)[chosen].mean(1)
+        successes = int((good[: self.children] > parents).sum())
+        return state.sigmas[0] * (1 / STEP if 5 * successes > self.children else STEP)
+
+
+@lru_cache(maxsize=4)
+def mates_of(field: Field, generation: int, children: int, parents: int, mates: int | None) -> NDArray[np.int64]:
+    """The parents of each child: (children, mates)."""
+    if mates is None or mates >= parents:
+        return np.tile(np.arange(parents), (children, 1))
+    return field.below(parents, children * mates, generation, Stream.SELECTION).reshape(children, mates)
+
+
+@lru_cache(maxsize=4)
+def normals(field: Field, generation: int, children: int) -> NDArray[np.float64]:
+    """A number for each child that is nearly normal, in steps of 1/8."""
+    halves = field.members(np.arange(children), generation).halves((0, HALVES), Stream.COEFFICIENT).numpy()
+    ones = np.array([[half.bit_count() for half in row] for row in halves.tolist()])
+    found: NDArray[np.float64] = (ones.sum(1) - 8 * HALVES) / 8.0
+    return found
+
+
+def mean_of(parents: torch.Tensor, chosen: NDArray[np.int64]) -> torch.Tensor:
+    """The means of some rows, summed one after the other: (children, columns)."""
+    if (chosen == chosen[:1]).all():
+        chosen = chosen[:1]  # all children have the same parents
+    total = parents[torch.from_numpy(chosen[:, 0]).to(parents.device)]
+    for column in range(1, chosen.shape[1]):
+        total = total + parents[torch.from_numpy(chosen[:, column]).to(parents.device)]
+    return total * rounded(1 / chosen.shape[1], parents.dtype) if chosen.shape[1] > 1 else total
