@@ -24,12 +24,16 @@ from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.recipe import seeded
 from germline.stopping import Stop
-from germline.strategies import AnyStrategy, Gradient
+from germline.strategies import GA, PSO, SNES, AnyStrategy, Gradient, MuLambda
 
 STRATEGIES: dict[str, AnyStrategy] = {
     "openai-es": OpenAIES(population=16, sigma=0.1, lr=0.05),
     "auto": OpenAIES(population=16, sigma="auto", lr=0.05, rank=1, weight_decay=0.01),
     "gradient": Gradient(lr=0.01),
+    "snes": SNES(population=16, sigma=0.1),
+    "mu-lambda": MuLambda(population=16, parents=4, rank=1),
+    "ga": GA(population=16, parents=4, crossover="one-point", mutation=0.5),
+    "pso": PSO(population=8, decay=0.9),
 }
 
 

@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 GENERATIONS = 40
-KILLS = 50
+KILLS = {"openai-es": 50, "auto": 50, "gradient": 50, "snes": 10, "mu-lambda": 10, "ga": 10, "pso": 10}
 
 
 class Nursery:
@@ -49,7 +49,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-@pytest.mark.parametrize("strategy", ["openai-es", "auto", "gradient"])
+@pytest.mark.parametrize("strategy", KILLS)
 def test_killed_and_resumed_runs_end_with_the_hash_of_an_undisturbed_one(
     nursery: Nursery, strategy: str, tmp_path: Path
 ) -> None:
@@ -59,7 +59,7 @@ def test_killed_and_resumed_runs_end_with_the_hash_of_an_undisturbed_one(
     expected = (tmp_path / "undisturbed" / "hash").read_text()
     chance = random.Random(strategy)
     kills, runs = 0, 0
-    while kills < KILLS:
+    while kills < KILLS[strategy]:
         runs += 1
         path = tmp_path / f"run{runs}"
         for _ in range(6):

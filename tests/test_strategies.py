@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field
+from germline.noise import Field, Stream
 from germline.schedule import Schedule
 from germline.strategies import (
     GA,
@@ -24,7 +25,10 @@ from germline.strategies import (
     OpenAIES,
     Told,
     cut,
+    ga,
+    mu_lambda,
     pack,
+    pso,
     strategy_class,
     unpack,
 )
@@ -176,6 +180,146 @@ def test_openai_es_by_hand() -> None:
         assert got.theta[k].item() == pytest.approx(theta[k].item() + 0.1 * g, abs=1e-7)
 
 
+def test_snes_by_hand() -> None:
+    """Three members, two parameters; the utilities of three members are those of the paper."""
+    strategy = SNES(population=3, sigma=0.5, lr=1.0).resolved(2)
+    raw = [math.log(2.5) - math.log(rank) for rank in (1, 2)] + [0.0]
+    utilities = [x / sum(raw) - 1 / 3 for x in raw]
+    assert strategy.utilities == pytest.approx([u * 2**20 for u in utilities], abs=1)
+    assert strategy.lr_sigma == pytest.approx((3 + math.log(2)) / (5 * math.sqrt(2)))
+    field, theta = Field(7), torch.tensor([1.0, -1.0])
+    eps = field.members(range(3), 0).integers((0, 2)).tolist()
+    told = Told(0, np.array([0.3, 0.1, 0.2], np.float32), strategy.values(strategy.init(theta), 0))
+    got = strategy.tell(strategy.init(theta), told, field, maximize=False)
+    shaped = [utilities[2], utilities[0], utilities[1]]  # the second is best, the first worst
+    for k in range(2):
+        z = [e[k] / 2 for e in eps]
+        mean = theta[k].item() + 0.5 * sum(u * x for u, x in zip(shaped, z, strict=True))
+        sigma = 0.5 * math.exp(strategy.lr_sigma / 2 * sum(u * (x * x - 1) for u, x in zip(shaped, z, strict=True)))  # type: ignore[operator]
+        assert got.theta[k].item() == pytest.approx(mean, abs=1e-5)
+        assert got.sigma[k].item() == pytest.approx(sigma, rel=1e-5)
+
+
+def test_snes_ties_share_the_floor_of_their_mean() -> None:
+    strategy = SNES(population=4, utilities=(9, 4, 1, -14)).resolved(1)
+    field, state = Field(7), SNES().init(torch.zeros(1))
+    eps = field.members(range(4), 0).integers((0, 1))[:, 0].tolist()
+    told = Told(0, np.array([2, 1, 1, 5], np.float32), {"lr": 1.0, "lr_sigma": 0.0})
+    got = strategy.tell(state, told, field, maximize=False).theta
+    expected = 0.05 * sum(u * e / 2 for u, e in zip([1, 6, 6, -14], eps, strict=True)) / 2**20
+    assert got.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_mu_lambda_by_hand() -> None:
+    """Two of two parents and three children survive; children are the parents' mean + sigma z, sigma lognormal."""
+    strategy = MuLambda(population=5, parents=2, sigma=0.5, tau=0.1)
+    field, state = Field(7), mu_lambda.State(torch.tensor([[1.0, 2.0], [3.0, -2.0]]), (0.5, 0.3), (0.0, 0.0), 2)
+    z = field.members(range(3), 4).integers((0, 2)).double() / 2
+    normal = mu_lambda.normals(field, 4, 3)
+    sigmas = [0.4 * math.exp(0.1 * n) for n in normal]
+    children = [[2.0 + s * row[0], 0.0 + s * row[1]] for s, row in zip(sigmas, z.tolist(), strict=True)]
+    members = strategy.ask(state, field, 4, {}).weights(np.arange(5), 0, 2)
+    assert members[:3].tolist() == [pytest.approx(child, abs=1e-6) for child in children]
+    assert members[3:].tolist() == state.parents.tolist()  # scored again with their children
+    told = Told(4, np.array([0.9, 0.1, 0.5, 0.8, 0.3], np.float32), {})
+    got = strategy.tell(state, told, field, maximize=False)
+    assert got.parents.tolist() == [pytest.approx(children[1], abs=1e-6), [3.0, -2.0]]
+    assert got.sigmas == pytest.approx((sigmas[1], 0.3))
+
+
+def test_normal_numbers_of_the_field_are_nearly_normal() -> None:
+    found = np.concatenate([mu_lambda.normals(Field(1), g, 500) for g in range(20)])
+    assert abs(found.mean()) < 0.05
+    assert abs(found.std() - 1) < 0.03
+    assert abs((np.abs(found) < 1).mean() - 0.683) < 0.06  # in steps of 1/8
+
+
+def test_the_fifth_rule() -> None:
+    strategy = MuLambda(population=12, parents=2, adaptation="fifth", sigma=1.0)
+    field, state = Field(7), mu_lambda.State(torch.zeros(2, 2), (1.0, 1.0), (0.0, 0.0), 2)
+
+    def after(successes: int) -> float:
+        scores = np.array([0.5] * successes + [2.0] * (10 - successes) + [1.0, 1.0], np.float32)
+        return float(strategy.tell(state, Told(0, scores, {}), field, maximize=False).sigmas[0])
+
+    assert [after(2), after(3)] == [0.85, 1 / 0.85]
+
+
+def test_under_plus_the_elite_is_never_lost() -> None:
+    strategy = MuLambda(population=8, parents=2, sigma=5.0)
+    field, state = strategy.field(0, GENOME), strategy.init(torch.ones(SIZE))
+    for g in range(5):
+        told = generation(strategy, state, field, g)
+        state = strategy.tell(state, told, field, maximize=False)
+    assert torch.equal(state.theta, torch.ones(SIZE))  # where the sphere has its minimum
+
+
+def test_a_genetic_algorithm_by_hand() -> None:
+    """Masks, parents and mutations from the field, put together by hand."""
+    strategy = GA(population=6, parents=2, elites=1, sigma=0.5, mutation=0.25)
+    field, parents = Field(7), torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
+    state = ga.State(parents, 3)
+    pairs = field.below(2, 12, 9, Stream.SELECTION).reshape(6, 2).tolist()
+    noise = field.members(range(6), 9)
+    coins = noise.bits((0, 3), Stream.CROSSOVER).tolist()
+    steps = (noise.integers((0, 3)).double() / 2 * 0.5).tolist()
+    mutated = (noise.halves((0, 3), Stream.COEFFICIENT) < 16384).tolist()
+    expected = [parents[0].tolist()]
+    for i in range(1, 6):
+        first, second = (parents[p].tolist() for p in pairs[i])
+        child = [a if coin else b for a, b, coin in zip(first, second, coins[i], strict=True)]
+        expected.append([c + s * m for c, s, m in zip(child, steps[i], mutated[i], strict=True)])
+    members = strategy.ask(state, field, 9, {"sigma": 0.5}).weights(np.arange(6), 0, 3)
+    assert members.tolist() == expected
+    told = Told(9, np.array([3, 1, 9, 0, 9, 9], np.float32), {"sigma": 0.5})
+    assert strategy.tell(state, told, field, maximize=False).parents.tolist() == [expected[3], expected[1]]
+
+
+@pytest.mark.parametrize("crossover", ["one-point", "blend"])
+def test_other_crossovers_lie_between_their_parents(crossover: Any) -> None:
+    strategy = GA(population=400, parents=2, elites=0, sigma=1e-20, crossover=crossover, alpha=0.25)
+    state = ga.State(torch.stack([torch.ones(50), 2 * torch.ones(50)]), 50)
+    members = strategy.ask(state, Field(7), 0, {"sigma": 1e-20}).weights(np.arange(400), 0, 50)
+    if crossover == "one-point":
+        changes = (members[:, 1:] != members[:, :-1]).sum(1)
+        assert int(changes.max()) == 1
+        places = members[:, 1:].ne(members[:, :-1]).double().mean(0)
+        assert places.max() < 4 * places.mean()  # cuts fall anywhere
+    else:
+        mixed = members[(members != members[:, :1]).any(1)]
+        assert 0.75 <= float(mixed.min()) < 0.8
+        assert 2.2 < float(mixed.max()) <= 2.25
+
+
+def test_a_swarm_by_hand() -> None:
+    strategy = PSO(population=2, own=2.0, others=1.0, clamp=0.75)
+    field, x = Field(7), torch.tensor([[0.0, 1.0], [2.0, 2.0]])
+    v, bests = torch.tensor([[0.5, 0.0], [-1.0, 1.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]])
+    state = pso.State(torch.zeros(2), x, v, bests, (-0.4, -0.6), 0)
+    told = Told(3, np.array([0.5, 0.2], np.float32), {"inertia": 0.5})  # the second finds a new best, and leads
+    got = strategy.tell(state, told, field, maximize=False)
+    noise = field.members(range(2), 3)
+    r1, r2 = (noise.halves((0, 2), stream).double() / 65536 for stream in (Stream.COEFFICIENT, Stream.CROSSOVER))
+    assert got.bests is not None
+    assert got.bests.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    assert got.leader == 1
+    velocity = 0.5 * v + 2.0 * r1 * (got.bests - x) + 1.0 * r2 * (got.bests[1] - x)
+    velocity = velocity.clamp(-0.75, 0.75)
+    assert torch.allclose(got.velocities.double(), velocity.double(), atol=1e-6)  # type: ignore[union-attr]
+    assert torch.allclose(got.positions.double(), x + velocity.double(), atol=1e-6)  # type: ignore[union-attr]
+
+
+def test_neighbours_in_a_ring() -> None:
+    assert pso.neighbours(np.array([5, 1, 2, 9, 0], np.float32)).tolist() == [0, 0, 3, 3, 3]
+
+
+def test_a_swarm_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pso, "available_memory", lambda: 10**9)
+    PSO(population=100).init(torch.zeros(400_000))
+    with pytest.raises(BadInput, match=r"The swarm would take 1\.2 GB, and 1\.0 GB are free"):
+        PSO(population=100).init(torch.zeros(500_000))
+
+
 def test_the_noise_of_the_candidates_is_that_of_the_update() -> None:
     """The direction of one lucky member is the direction in which the centre moves."""
     strategy = OpenAIES(population=10, sigma=0.1, lr=1.0, optimizer="sgd", rank=1)
@@ -244,6 +388,19 @@ def test_a_torch_scheduler_decides_the_rate() -> None:
         (lambda: OpenAIES(optimizer="torch.Adm"), "did you mean 'torch.Adam'"),
         (lambda: OpenAIES(scheduler=lambda o: o), "torch optimiser"),
         (lambda: OpenAIES(sigma="auto").values(None, 0), "probe"),  # type: ignore[arg-type]
+        (lambda: SNES(noise="sign"), "always 1"),
+        (lambda: SNES(population=3, mirrored=True), "even"),
+        (lambda: SNES(population=4, utilities=(1, 2)), "one utility for each"),
+        (lambda: MuLambda(population=20, parents=15), "as many children"),
+        (lambda: MuLambda(mates=50), "1 to 32 mates"),
+        (lambda: MuLambda(decay=2.0), "from 0 to 1"),
+        (lambda: MuLambda(recombination="discreet"), "did you mean 'discrete'"),  # type: ignore[arg-type]
+        (lambda: GA(elites=40), "from 0 to 32"),
+        (lambda: GA(parents=500), "from 1 to 256"),
+        (lambda: GA(mutation=0.0), "above 0 and at most 1"),
+        (lambda: GA(contestants=0), "at least one"),
+        (lambda: PSO(population=1), "at least 2"),
+        (lambda: PSO(clamp=0.0), "above 0"),
         (lambda: strategy_class("openai"), "did you mean 'openai-es'"),
         (lambda: Schedule("exponential", 1.0, 0.0, 5), "above 0"),
         (lambda: Schedule.parse("linear(1, 2)"), "not a schedule"),

@@ -5,7 +5,7 @@ from torch import nn
 
 from germline.data import digits as load
 from germline.recipe import Recipe, seeded
-from germline.strategies import Gradient, OpenAIES
+from germline.strategies import PSO, Gradient, OpenAIES
 
 
 def digits(*, seed: int = 0, hidden: int = 64, batch_size: int = 256) -> Recipe:
@@ -18,7 +18,7 @@ def digits(*, seed: int = 0, hidden: int = 64, batch_size: int = 256) -> Recipe:
         test=data.test,
         loss=F.cross_entropy,
         strategy=OpenAIES(population=256, sigma=0.05, lr=0.03),
-        others={"gradient": Gradient(lr=0.003)},
+        others={"gradient": Gradient(lr=0.003), "pso": PSO(population=256, decay=0.9)},
         batch_size=batch_size,
         generations=400,
     )

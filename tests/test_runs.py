@@ -1,0 +1,117 @@
+"""What holds for a run of every strategy: it matters neither how often it was stopped nor on how many threads it ran."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import germline as gl
+from germline import trainer
+from germline.fleet import Local
+from germline.genome import Genome, theta_sha256
+from germline.journal import Journal
+from germline.replay import reopen, replay, verify
+from germline.stopping import Stop
+from germline.strategies import AnyStrategy, Told
+from tests.nursery import STRATEGIES, recipe
+from tests.test_strategies import EXAMPLES
+
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def train(name: str, path: Path, generations: int, workers: int = 1, *, resume: bool = False) -> str:
+    fleet = Local("cpu", workers)
+    made = recipe(name)
+    training = (
+        trainer.resume(made, Journal.open(path), fleet)
+        if resume
+        else trainer.start(made, path, seed=5, fleet=fleet, about={})
+    )
+    trainer.run(training, Stop(generations=generations))
+    training.journal.close()
+    return theta_sha256(training.core.state.theta)
+
+
+@every_strategy
+def test_a_resumed_run_equals_a_straight_one_on_any_number_of_threads(name: str, tmp_path: Path) -> None:
+    straight = train(name, tmp_path / "straight", 17)
+    train(name, tmp_path / "stopped", 9, workers=2)
+    assert train(name, tmp_path / "stopped", 17, workers=3, resume=True) == straight
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "gradient"])
+def test_a_journal_alone_gives_every_state_again(name: str, tmp_path: Path) -> None:
+    expected = train(name, tmp_path / "run", 17)
+    assert verify(reopen(Journal.open(tmp_path / "run", read_only=True)))["theta_sha256"] == expected
+    again = reopen(Journal.open(tmp_path / "run", read_only=True))
+    replay(again, 12)
+    assert again.core.state.theta.shape == (Genome.of(recipe(name).model).size,)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("gradient", "auto")])
+def test_a_search_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 160).reshape(32, 5)
+    y = x[:, :3].argmax(1)
+
+    def search() -> gl.Search:
+        torch.manual_seed(0)
+        return gl.Search(nn.Linear(5, 3), STRATEGIES[name], loss=F.cross_entropy, seed=3, fleet=Local("cpu"))
+
+    straight, first, second = search(), search(), search()
+    for _ in range(4):
+        straight.step(x, y)
+    for _ in range(2):
+        first.step(x, y)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for _ in range(2):
+        second.step(x, y)
+    assert torch.equal(straight.model.weight, second.model.weight)  # type: ignore[arg-type]
+
+
+# theta after ten generations with given scores: the same bits on every machine, now and later
+GOLDEN = {
+    "openai-es": "24acb814dd713bd7",
+    "openai-es, zscore, momentum, decay": "927125003bfbf3cd",
+    "snes": "6ecda21ae301804c",
+    "snes, mirrored, uniform": "80eebf716262cbb4",
+    "mu-lambda": "29cfbfddcf3efe84",
+    "mu-lambda, comma, two mates": "5d837928519773eb",
+    "mu-lambda, discrete, fifth": "6ea86c7f4caf9db3",
+    "mu-lambda, old scores, rank 1": "87f672b58d75246b",
+    "ga": "7705632d6b96f1b5",
+    "ga, tournament, one-point": "b946936630860655",
+    "ga, blend": "89fca7d8c12c46ec",
+    "ga, no crossover": "8588edaeb898ccad",
+    "pso": "8b58d354790a39da",
+    "pso, ring, drifting": "d00b86d5a0e5c22e",
+    "gradient": "db1a2cb60516fc9e",
+}
+
+
+def folded(strategy: AnyStrategy) -> str:
+    genome, rng = Genome.of(nn.Linear(19, 1)), np.random.default_rng(1)
+    field, state = strategy.field(3, genome), strategy.init(torch.linspace(-1, 1, genome.size))
+    for generation in range(10):
+        values: Any = strategy.values(state, generation)
+        scores = rng.integers(-50, 50, strategy.population).astype(np.float32) / 8
+        gradient = torch.from_numpy(rng.integers(-50, 50, genome.size).astype(np.float32)) / 8
+        told = Told(generation, scores, values, gradient if strategy.needs_gradient else None)
+        state = strategy.tell(state, told, field, maximize=False)
+    return theta_sha256(state.theta)[:16]
+
+
+OWN = [name for name in EXAMPLES if "torch" not in name]  # torch's optimisers promise no bits
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_golden_trajectories(name: str) -> None:
+    assert folded(EXAMPLES[name]) == GOLDEN[name]
+
+
+def test_every_example_has_a_golden_trajectory() -> None:
+    assert set(GOLDEN) == set(OWN)
