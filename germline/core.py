@@ -216,6 +216,17 @@ class Core:
             found.append((self._agreement(scores, half, address), sigma))
         return Told(PROBE, np.concatenate(all_scores), {"sigma": max(found)[1]})
 
+    def diagnose(self, told: Told, before: Any) -> dict[str, float]:
+        """How far a generation moved the centre, at what sigma, and how far two halves of it agree on the direction."""
+        found = {"step": float((self.state.theta - before.theta).double().norm())}
+        candidates = self.strategy.ask(before, self.noise, told.generation, told.values)
+        if isinstance(candidates.sigma, torch.Tensor):
+            found["sigma"] = float(candidates.sigma.double().mean())
+        if candidates.shared and not self.strategy.needs_gradient and self.strategy.population >= 4:
+            half = self.strategy.population // 4 * 2
+            found["agreement"] = self._agreement(told.scores, half, told.generation)
+        return found
+
     def _agreement(self, scores: NDArray[np.float32], half: int, generation: int) -> float:
         """The cosine between the directions that two halves of the population give."""
         directions = []

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from germline.run import Row, Run
+from germline.run import Row, Run, advice
 from germline.stopping import Stop
 
 EVERY = 5.0  # seconds between lines where there is no terminal
@@ -25,6 +25,7 @@ class Progress:
         self.console = Console(file=out)
         self.live: Live | None = None
         self.last = 0.0
+        self.advised = False
 
     def __call__(self, training: Run, row: Row) -> None:
         line = describe(training, row, self.stop)
@@ -33,6 +34,10 @@ class Progress:
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
             self.last = time.monotonic()
             print(line, file=self.out, flush=True)
+        said = advice(training) if "agreement" in row and not self.advised else None
+        if said is not None:
+            self.advised = True
+            self.console.print(f"note: {said}", soft_wrap=True)
         if row["skipped"] and self.live is not None:
             self.console.print(f"generation {row['generation'] + 1}: no member has a finite score, so nothing changed")
 
@@ -47,10 +52,13 @@ class Progress:
 
 
 def describe(training: Run, row: Row, stop: Stop) -> str:
-    """generation, best and mean score, a dev metric, members per second, time left."""
+    """generation, best and mean score, diagnostics, a dev metric, members per second, time left."""
     done = row["generation"] + 1
     parts = [f"gen {done}" + (f"/{stop.generations}" if stop.generations else "")]
-    parts.append("no finite score: skipped" if row["skipped"] else f"best {row['best']:.3g}  mean {row['mean']:.3g}")
+    scores = f"best {row['best']:.3g}  mean {row['mean']:.3g} ± {row['spread']:.2g}"
+    parts.append("no finite score: skipped" if row["skipped"] else scores)
+    latest = next((r for r in reversed(training.history) if "step" in r), {})
+    parts += [f"{name} {latest[name]:.2g}" for name in ("sigma", "step", "agreement") if name in latest]
     shown = [key for key in training.metrics if key.startswith("dev_")] or [k for k in training.metrics if "test_" in k]
     preferred = [key for key in shown if not key.endswith(("_loss", "_score"))] or shown
     if preferred:

@@ -20,6 +20,7 @@ from germline.population import Plan, refresh_statistics
 from germline.recipe import Recipe
 from germline.shaping import goodness
 
+ENOUGH = 10  # diagnoses before there is any advice
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
 
 Row = dict[str, Any]  # one generation, as people see it
@@ -53,17 +54,20 @@ class Run:
         batch = self.batch(generation) if self.ahead is None else self.ahead
         core.prepare(batch)
         plan = core.plan
-        told = core.evaluate(generation, batch)
+        told, before = core.evaluate(generation, batch), core.state
         core.tell(told)
         self.generation += 1
         self.ahead = self.batch(self.generation) if core.goes_ahead else None
         core.begin(self.generation, self.ahead)  # while this generation is written to disk
-        metrics = self.measure(batch) if self.generation % self.recipe.evaluate_every == 0 else {}
+        looked_at = self.generation % self.recipe.evaluate_every == 0
+        metrics = self.measure(batch) if looked_at else {}
+        diagnostics = core.diagnose(told, before) if looked_at else {}
         seconds = time.perf_counter() - began
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
         samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
         side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": [0, 0]}
         side |= {"metrics": metrics} if metrics else {}
+        side |= {"diagnostics": diagnostics} if diagnostics else {}
         side |= {"evaluation": asdict(core.plan)} if core.plan is not None and core.plan != plan else {}
         self.journal.append(told, digest, side)
         if self.generation % self.recipe.snapshot_every == 0:
@@ -152,8 +156,19 @@ def describe(record: Record, maximize: bool) -> Row:
         "members": int(scores.size),
         "seconds": record.side["seconds"],
         **record.told.values,
+        **record.side.get("diagnostics", {}),
         **record.side.get("metrics", {}),
     }
+
+
+def advice(training: Run) -> str | None:
+    """What the diagnostics say, if they say that there is nothing to be gained this way."""
+    found = [row["agreement"] for row in training.history if "agreement" in row][-ENOUGH:]
+    chance = 1 / math.sqrt(len(found) * training.core.genome.size) if found else 0.0  # of directions without a meaning
+    if len(found) < ENOUGH or sum(found) / len(found) > 2 * chance:
+        return None
+    said = f"two halves of the population agree on a direction no better than chance ({sum(found) / len(found):.1g})"
+    return f"{said}: a larger population, a larger batch or another sigma would help"
 
 
 def export(model: nn.Module, file: Path) -> None:

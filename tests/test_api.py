@@ -23,9 +23,13 @@ Y = (X[:, 0] > X[:, 1]).long()
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 NAMES = [
+    "GA",
+    "PSO",
+    "SNES",
     "BadInput",
     "Gradient",
     "Local",
+    "MuLambda",
     "OpenAIES",
     "Recipe",
     "Result",

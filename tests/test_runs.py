@@ -1,4 +1,4 @@
-"""What holds for a run of every strategy: it matters neither how often it was stopped nor on how many threads it ran."""
+"""For a run of every strategy it matters neither how often it was stopped nor on how many threads it ran."""
 
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def folded(strategy: AnyStrategy) -> str:
     field, state = strategy.field(3, genome), strategy.init(torch.linspace(-1, 1, genome.size))
     for generation in range(10):
         values: Any = strategy.values(state, generation)
-        scores = rng.integers(-50, 50, strategy.population).astype(np.float32) / 8
+        scores = (rng.integers(-50, 50, strategy.population) / 8).astype(np.float32)
         gradient = torch.from_numpy(rng.integers(-50, 50, genome.size).astype(np.float32)) / 8
         told = Told(generation, scores, values, gradient if strategy.needs_gradient else None)
         state = strategy.tell(state, told, field, maximize=False)
