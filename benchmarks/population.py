@@ -3,7 +3,7 @@
     python benchmarks/population.py                 all rows, with the peers that are installed (extra bench)
     python benchmarks/population.py --row lenet     one row
     python benchmarks/population.py --memory        the peak memory of the process at populations 256 and 4096
-    python benchmarks/population.py --device cuda   the rows of cuda.py, on a card
+    python benchmarks/population.py --device cuda   the rows of population_cuda.py, on a card
 
 Pure inference is one network's forward pass on population x batch samples, in one large batch or in batches of the
 row's size on both cores, whichever is faster. Times are the best of several rounds that take all candidates in turn.
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-import cuda
+import population_cuda
 from peers import TUNED, Work, available, peer
 
 from germline.core import Core
@@ -182,14 +182,16 @@ print(peak_memory())
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--row", choices=[*ROWS, *cuda.ROWS], action="append", help="several times for several rows")
+    parser.add_argument(
+        "--row", choices=[*ROWS, *population_cuda.ROWS], action="append", help="several times for several rows"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
-        cuda.main(arguments.row, arguments.repeats, not arguments.no_peers, arguments.json)
+        population_cuda.main(arguments.row, arguments.repeats, not arguments.no_peers, arguments.json)
         return
     print(f"CPU: {processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if arguments.memory:
