@@ -21,10 +21,12 @@ from tests.nursery import STRATEGIES, recipe
 from tests.test_strategies import EXAMPLES
 
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def train(name: str, path: Path, generations: int, workers: int = 1, *, resume: bool = False) -> str:
-    fleet = Local("cpu", workers)
+def train(name: str, path: Path, generations: int, workers: int = 1, *, resume: bool = False, on: str = "cpu") -> str:
+    fleet = Local(on, workers)
     made = recipe(name)
     training = (
         trainer.resume(made, Journal.open(path), fleet)
@@ -36,16 +38,18 @@ def train(name: str, path: Path, generations: int, workers: int = 1, *, resume: 
     return theta_sha256(training.core.state.theta)
 
 
+@every_device
 @every_strategy
-def test_a_resumed_run_equals_a_straight_one_on_any_number_of_threads(name: str, tmp_path: Path) -> None:
-    straight = train(name, tmp_path / "straight", 17)
-    train(name, tmp_path / "stopped", 9, workers=2)
-    assert train(name, tmp_path / "stopped", 17, workers=3, resume=True) == straight
+def test_a_resumed_run_equals_a_straight_one_on_any_number_of_threads(name: str, device: str, tmp_path: Path) -> None:
+    straight = train(name, tmp_path / "straight", 17, on=device)
+    train(name, tmp_path / "stopped", 9, workers=2, on=device)
+    assert train(name, tmp_path / "stopped", 17, workers=3, resume=True, on=device) == straight
 
 
+@every_device
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "gradient"])
-def test_a_journal_alone_gives_every_state_again(name: str, tmp_path: Path) -> None:
-    expected = train(name, tmp_path / "run", 17)
+def test_a_journal_alone_gives_every_state_again(name: str, device: str, tmp_path: Path) -> None:
+    expected = train(name, tmp_path / "run", 17, on=device)  # replayed on the CPU
     assert verify(reopen(Journal.open(tmp_path / "run", read_only=True)))["theta_sha256"] == expected
     again = reopen(Journal.open(tmp_path / "run", read_only=True))
     replay(again, 12)
@@ -93,14 +97,14 @@ GOLDEN = {
 }
 
 
-def folded(strategy: AnyStrategy) -> str:
+def folded(strategy: AnyStrategy, device: str) -> str:
     genome, rng = Genome.of(nn.Linear(19, 1)), np.random.default_rng(1)
-    field, state = strategy.field(3, genome), strategy.init(torch.linspace(-1, 1, genome.size))
+    field, state = strategy.field(3, genome), strategy.init(torch.linspace(-1, 1, genome.size).to(device))
     for generation in range(10):
         values: Any = strategy.values(state, generation)
         scores = (rng.integers(-50, 50, strategy.population) / 8).astype(np.float32)
         gradient = torch.from_numpy(rng.integers(-50, 50, genome.size).astype(np.float32)) / 8
-        told = Told(generation, scores, values, gradient if strategy.needs_gradient else None)
+        told = Told(generation, scores, values, gradient.to(device) if strategy.needs_gradient else None)
         state = strategy.tell(state, told, field, maximize=False)
     return theta_sha256(state.theta)[:16]
 
@@ -108,9 +112,10 @@ def folded(strategy: AnyStrategy) -> str:
 OWN = [name for name in EXAMPLES if "torch" not in name]  # torch's optimisers promise no bits
 
 
+@every_device
 @pytest.mark.parametrize("name", OWN)
-def test_golden_trajectories(name: str) -> None:
-    assert folded(EXAMPLES[name]) == GOLDEN[name]
+def test_golden_trajectories(name: str, device: str) -> None:
+    assert folded(EXAMPLES[name], device) == GOLDEN[name]
 
 
 def test_every_example_has_a_golden_trajectory() -> None:
