@@ -3,8 +3,8 @@
     python benchmarks/functions.py [--seeds 11] [--evaluations 20000] [--json]
 
 Sphere, Rosenbrock and Rastrigin in 100 dimensions, each with its minimum, 0, at a place drawn from -2 to 2; everybody
-begins at the origin, with the same spread, population and number of evaluations. Printed are medians over the seeds of
-the value at what an algorithm answers: its mean if it has one, else the best it has seen. The peers are evosax's where
+begins at the origin, with the same spread, population and number of evaluations. Printed are medians and quartiles over
+the seeds of the value at what an algorithm answers: its mean if it has one, else the best it has seen. The peers are evosax's where
 it has the algorithm and nevergrad's evolution strategies (the better of two) beside mu-lambda; extra ``bench``.
 """
 
@@ -123,6 +123,11 @@ def peer_of(name: str) -> tuple[str, Callable[..., float]] | None:
     return (library, run) if find_spec(library) else None
 
 
+def spread(values: list[float]) -> str:
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return f"{middle:.4g} ({low:.3g} to {high:.3g})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=11)
@@ -133,19 +138,20 @@ def main() -> None:
     arguments = parser.parse_args()
     generations = arguments.evaluations // POPULATION
     print(f"{DIMENSIONS} dimensions, {arguments.evaluations} evaluations, medians of {arguments.seeds} seeds")
-    print(f"{'':12} {'function':12} {'here':>12} {'peer':>12} {'ratio':>8}")
+    print(f"{'':12} {'function':12} {'here':>30} {'peer':>30} {'ratio':>8}")
     found: dict[str, Any] = {}
     for name in arguments.strategy or STRATEGIES:
         strategy, peer, wins = STRATEGIES[name], None if arguments.no_peers else peer_of(name), 0
         for label, function in FUNCTIONS.items():
             began, seeds = time.perf_counter(), range(arguments.seeds)
-            value = float(np.median([ours(strategy, function, seed, generations) for seed in seeds]))
-            line, row = f"{name:12} {label:12} {value:12.4g}", {"here": value}
+            values = [ours(strategy, function, seed, generations) for seed in seeds]
+            line, row = f"{name:12} {label:12} {spread(values):>30}", {"here": values}
             if peer is not None:
-                other = float(np.median([peer[1](name, function, seed, generations) for seed in seeds]))
-                wins += value <= other
-                row |= {"peer": other}
-                line += f" {other:12.4g} {value / other:8.2f}  {peer[0]}"
+                others = [peer[1](name, function, seed, generations) for seed in seeds]
+                ratio = float(np.median(values) / np.median(others))
+                wins += ratio <= 1
+                row |= {"peer": others}
+                line += f" {spread(others):>30} {ratio:8.2f}  {peer[0]}"
             found[f"{name} {label}"] = row
             print(f"{line}   ({time.perf_counter() - began:.0f} s)", flush=True)
         if peer is not None:

@@ -55,7 +55,7 @@ EXAMPLES: dict[str, AnyStrategy] = {
         optimizer=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10, 0.7),
     ),
-    "snes": SNES(population=20, sigma=0.3).resolved(SIZE),
+    "snes": SNES(population=20, sigma=0.3, mirrored=False).resolved(SIZE),
     "snes, mirrored, uniform": SNES(population=20, sigma=0.3, mirrored=True, noise="uniform").resolved(SIZE),
     "mu-lambda": MuLambda(population=40, parents=8, sigma=0.3),
     "mu-lambda, comma, two mates": MuLambda(population=40, parents=8, mates=2, plus=False, sigma=0.3, tau=0.2),
@@ -182,7 +182,7 @@ def test_openai_es_by_hand() -> None:
 
 def test_snes_by_hand() -> None:
     """Three members, two parameters; the utilities of three members are those of the paper."""
-    strategy = SNES(population=3, sigma=0.5, lr=1.0).resolved(2)
+    strategy = SNES(population=3, sigma=0.5, lr=1.0, mirrored=False).resolved(2)
     raw = [math.log(2.5) - math.log(rank) for rank in (1, 2)] + [0.0]
     utilities = [x / sum(raw) - 1 / 3 for x in raw]
     assert strategy.utilities == pytest.approx([u * 2**20 for u in utilities], abs=1)

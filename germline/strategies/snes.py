@@ -48,7 +48,7 @@ class SNES:
     sigma: float = setting(0.05, "initial standard deviation of every parameter")
     lr: Scheduled = setting(1.0, "learning rate of the mean: a number or a schedule")
     lr_sigma: Scheduled | None = setting(None, "learning rate of the step sizes; none is (3 + ln M) / (5 sqrt M)")
-    mirrored: bool = setting(False, "members in pairs with opposite noise")
+    mirrored: bool = setting(True, "members in pairs with opposite noise")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
     utilities: tuple[int, ...] | None = setting(None, "by rank, in units of 2^-20; none is as published")
 
