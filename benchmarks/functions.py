@@ -4,8 +4,9 @@
 
 Sphere, Rosenbrock and Rastrigin in 100 dimensions, each with its minimum, 0, at a place drawn from -2 to 2; everybody
 begins at the origin, with the same spread, population and number of evaluations. Printed are medians and quartiles over
-the seeds of the value at what an algorithm answers: its mean if it has one, else the best it has seen. The peers are evosax's where
-it has the algorithm and nevergrad's evolution strategies (the better of two) beside mu-lambda; extra ``bench``.
+the seeds of the value at what an algorithm answers: its mean if it has one, else the best it has seen. The peers are
+evosax's where it has the algorithm, and nevergrad's evolution strategies (the better of two) beside mu-lambda; extra
+``bench``.
 """
 
 import argparse
