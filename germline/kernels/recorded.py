@@ -28,6 +28,10 @@ class Recorded:
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self.failed:
             return self.function(*inputs)
+        with torch.cuda.device_of(inputs[0]):  # graphs are recorded and launched on the current device
+            return self._run(inputs)
+
+    def _run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         self._take(inputs)
         if self.trusted:
             assert self.graph is not None
