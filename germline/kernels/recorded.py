@@ -28,7 +28,7 @@ class Recorded:
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self.failed:
             return self.function(*inputs)
-        with torch.cuda.device_of(inputs[0]):  # graphs are recorded and launched on the current device
+        with torch.cuda.device(inputs[0].device):  # graphs are recorded and launched on the current device
             return self._run(inputs)
 
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
