@@ -65,7 +65,7 @@ class Core:
     noise: Field = field(init=False)
     state: Any = field(init=False)
     evaluator: Evaluator | None = field(init=False, default=None)
-    under_way: tuple[int, Batch, torch.Tensor] | None = field(init=False, default=None)  # see ``begin``
+    under_way: "UnderWay | None" = field(init=False, default=None)  # see ``begin``
 
     def __post_init__(self) -> None:
         self.device = self.fleet.place()
@@ -130,8 +130,8 @@ class Core:
         alone, slower = Plan(1, "alone", vectorised=False, dropout=plan.dropout), None
         begun, self.under_way = self.under_way, None
         try:
-            if begun is not None and begun[0] == generation and begun[1] is batch:
-                scores = begun[2].cpu().numpy()
+            if begun is not None and begun.fits(self, generation, batch, values):
+                scores = begun.scores.cpu().numpy()
             else:
                 scores = self.fleet.evaluate(evaluator, candidates, population, batch)
             if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
@@ -139,14 +139,16 @@ class Core:
                     slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
                 else:
                     slower = Settled(alone, "scores of sampled members are no longer those of the model by itself")
+        except BadInput:
+            raise
         except Exception as error:  # code that takes another way with this batch than it took in the check
             if plan.one_by_one:
                 raise
             slower = Settled(alone, f"{type(error).__name__}: {first_sentence(error)}")
         if slower is not None:
+            scores = self.fleet.evaluate(self._make(slower.plan), candidates, population, batch)  # or it is an error
             warnings.warn(slower.sentence(), SlowPath, stacklevel=2)
             self.adopt(slower.plan)
-            scores = self.fleet.evaluate(self.prepare(batch), candidates, population, batch)
         return Told(generation, scores, values)
 
     @property
@@ -158,10 +160,12 @@ class Core:
         """Has a card begin a generation by itself, for ``evaluate`` to find; where it cannot, nothing is done."""
         if self.evaluator is None or batch is None:
             return
-        candidates = self.strategy.ask(self.state, self.noise, generation, self.strategy.values(self.state, generation))
+        values = self.strategy.values(self.state, generation)
+        candidates = self.strategy.ask(self.state, self.noise, generation, values)
         recording = self.evaluator.recording(candidates, self.strategy.population, batch)
         if recording is not None and recording.trusted:
-            self.under_way = (generation, batch, recording.scores(candidates, batch))
+            scores = recording.scores(candidates, batch)
+            self.under_way = UnderWay(generation, batch, values, self.state, self.strategy, scores)
 
     def _confirmed(self, candidates: Candidates, batch: Batch, scores: NDArray[np.float32]) -> bool:
         """Whether sampled members, or all but one of them, have the scores of plain copies of the module."""
@@ -224,7 +228,8 @@ class Core:
             found["sigma"] = float(candidates.sigma.double().mean())
         if candidates.shared and not self.strategy.needs_gradient and self.strategy.population >= 4:
             half = self.strategy.population // 4 * 2
-            found["agreement"] = self._agreement(told.scores, half, told.generation)
+            if all(np.isfinite(part).any() for part in (told.scores[:half], told.scores[half : 2 * half])):
+                found["agreement"] = self._agreement(told.scores, half, told.generation)
         return found
 
     def _agreement(self, scores: NDArray[np.float32], half: int, generation: int) -> float:
@@ -239,3 +244,19 @@ class Core:
             directions.append(noise.weighted_sum(weights, (0, self.genome.size)).double())
         a, b = directions
         return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """Scores that a card is computing, and what they are made of."""
+
+    generation: int
+    batch: Batch
+    values: Mapping[str, float]
+    state: Any
+    strategy: AnyStrategy
+    scores: torch.Tensor
+
+    def fits(self, core: Core, generation: int, batch: Batch | None, values: Mapping[str, float]) -> bool:
+        same = self.batch is batch and self.state is core.state and self.strategy is core.strategy
+        return same and self.generation == generation and self.values == values

@@ -2,8 +2,10 @@
 
 import gzip
 import hashlib
+import http.client
 import os
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +66,8 @@ def mnist() -> Splits:
 
 def published(name: str, mirror: str, file: str, sha256: str) -> bytes:
     """A file of a data set: from GERMLINE_DATA or what was kept of a download, else downloaded; always checked."""
-    kept = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "germline" / name / file
+    cache = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else Path("~/.cache").expanduser()
+    kept = cache / "germline" / name / file
     given = os.environ.get("GERMLINE_DATA")
     for path in (Path(given) / name / file, Path(given) / file, kept) if given else (kept,):
         if path.is_file():
@@ -75,15 +78,16 @@ def published(name: str, mirror: str, file: str, sha256: str) -> bytes:
     try:
         with urllib.request.urlopen(mirror + file, timeout=60) as answer:
             content = bytes(answer.read())
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         where = "put its files into a folder and name that with --data or GERMLINE_DATA"
         raise BadInput(f"{file} of {name} could not be downloaded ({error}): {where}.") from error
     if hashlib.sha256(content).hexdigest() != sha256:
         raise BadInput(f"What {mirror} sent as {file} is not the published file: its checksum is another.")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(kept)
+    with suppress(OSError):  # where nothing can be kept it is downloaded again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(content)
+        partial.replace(kept)
     return content
 
 

@@ -18,6 +18,8 @@ from germline.schedule import Schedule
 from germline.strategies import AnyStrategy, strategy_class
 from germline.version import __version__
 
+SCHEDULED = ("sigma", "lr", "lr_sigma", "inertia")  # settings that may be functions, whose values are in the records
+
 
 def header_of(
     core: Core, splits: Mapping[str, Data], batches: Batches | None, about: Mapping[str, Any]
@@ -68,7 +70,7 @@ def revive(header: Mapping[str, Any], given: AnyStrategy | None = None, *, repla
     for name, value in header["settings"].items():
         if isinstance(value, dict) and "schedule" in value:
             value = Schedule.parse(value["schedule"])
-        elif isinstance(value, dict) and "function" in value and replayed and name in ("sigma", "lr"):
+        elif isinstance(value, dict) and "function" in value and replayed and name in SCHEDULED:
             value = 1.0
         elif isinstance(value, dict) and "function" in value:
             if given is None or described(getattr(given, name, None)) != value:

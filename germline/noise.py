@@ -466,6 +466,7 @@ class Noise:
             recordings[key] = Recorded(sums)
             if len(recordings) > RECORDINGS:
                 recordings.popitem(last=False)
+        recordings.move_to_end(key)
         given = np.append(folded.weights, int(self.generation))
         return recordings[key](torch.from_numpy(given).to(self.device)).clone()
 

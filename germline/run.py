@@ -1,8 +1,10 @@
 """A run in progress: its core, its data, its journal, and what is known of it so far."""
 
+import copy
 import math
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,7 @@ class Run:
         told, before = core.evaluate(generation, batch), core.state
         core.tell(told)
         self.generation += 1
-        self.ahead = self.batch(self.generation) if core.goes_ahead else None
-        core.begin(self.generation, self.ahead)  # while this generation is written to disk
+        self.look_ahead()
         looked_at = self.generation % self.recipe.evaluate_every == 0
         metrics = self.measure(batch) if looked_at else {}
         diagnostics = core.diagnose(told, before) if looked_at else {}
@@ -73,6 +74,14 @@ class Run:
         if self.generation % self.recipe.snapshot_every == 0:
             self.journal.save(core.state, self.generation)
         return self.note(Record(told, digest, side))
+
+    def look_ahead(self) -> None:
+        """Has a card begin the next generation, if there will be one, while this one is written to disk."""
+        self.ahead = None
+        if self.core.goes_ahead:
+            with suppress(Exception):  # what is wrong with the next generation is said when it is its turn
+                self.ahead = self.batch(self.generation)
+                self.core.begin(self.generation, self.ahead)
 
     def note(self, record: Record) -> Row:
         """Adds a record to what is known of the run."""
@@ -107,7 +116,7 @@ class Run:
 
     def model(self) -> nn.Module:
         """The centre as a module, in evaluation mode."""
-        model = self.core.module
+        model = copy.deepcopy(self.core.module)  # what it writes to its buffers is no member's concern
         assert model is not None
         self.core.genome.write(self.core.state.theta, model)
         model.to(self.core.device).eval()

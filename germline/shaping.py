@@ -96,6 +96,12 @@ def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
     return np.where(np.isfinite(values), values if maximize else -values, -np.inf).astype(np.float32)
 
 
+def mean_of_scores(good: NDArray[np.float32]) -> float:
+    """Of the finite ones, whatever their order."""
+    finite = good[np.isfinite(good)].tolist()
+    return math.fsum(finite) / len(finite)
+
+
 def single(scores: NDArray[Any]) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
         return np.asarray(scores, np.float32)

@@ -213,3 +213,15 @@ def test_a_run_that_had_to_slow_down_is_resumed_likewise(tmp_path: Path) -> None
     run(5, resume=tmp_path / "run")
     assert methods == ["twins", "alone", "alone", "alone", "alone"]
     TurnsBad.bad = False
+
+
+def test_a_batch_that_does_not_fit_is_an_error_and_no_reason_to_slow_down() -> None:
+    torch.manual_seed(0)
+    search = gl.Search(nn.Linear(6, 3), OpenAIES(population=P), loss=F.cross_entropy, fleet=gl.Local("cpu"))
+    x, y = torch.randn(32, 6), torch.randint(0, 3, (32,))
+    search.step(x, y)
+    plan = search._core.plan
+    with pytest.raises(Exception, match=r"[Ee]xpected|size"):
+        search.step(x, y[:31])
+    search.step(x, y)
+    assert search._core.plan == plan

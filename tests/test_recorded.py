@@ -1,5 +1,6 @@
 """On a card generations are launched as a whole: with the bits of the code that was recorded, or not at all."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import germline as gl
 from germline import kernels
 from germline.core import Core
 from germline.fleet import Local
@@ -133,3 +135,24 @@ def test_a_card_without_kernels(name: str, rank: int | None, monkeypatch: pytest
         monkeypatch.undo()
         kernels.home.cache_clear()
     assert np.allclose(scores, expected, rtol=1e-4)
+
+
+def test_what_is_begun_ahead_is_forgotten_if_a_callback_changes_something(tmp_path: Path) -> None:
+    x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
+    found = []
+    for ahead in (True, False):
+        hold = {"sigma": 0.2}
+
+        def change(training: Any, row: Any) -> None:
+            hold["sigma"] *= 0.8  # noqa: B023
+            if not ahead:  # noqa: B023
+                training.core.under_way = None
+
+        torch.manual_seed(0)
+        strategy = OpenAIES(population=P, sigma=lambda g: hold["sigma"])  # noqa: B023
+        settings: dict[str, Any] = {"loss": F.cross_entropy, "strategy": strategy, "generations": 8}
+        result = gl.train(
+            NETS["mlp"](), (x, y), callbacks=[change], fleet=Local("cuda"), run=tmp_path / str(ahead), **settings
+        )
+        found.append(result.summary["theta_sha256"])
+    assert found[0] == found[1]

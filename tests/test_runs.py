@@ -77,6 +77,41 @@ def test_a_search_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
     assert torch.equal(straight.model.weight, second.model.weight)  # type: ignore[arg-type]
 
 
+def test_schedules_that_are_functions_are_not_needed_for_a_replay(tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 160).reshape(32, 5)
+    swarm = gl.PSO(population=6, inertia=lambda generation: 0.9 - 0.01 * generation)
+    result = gl.train(
+        nn.Linear(5, 2), (x, x[:, :2]), loss=F.mse_loss, strategy=swarm, generations=5, run=tmp_path / "a"
+    )
+    again = verify(reopen(Journal.open(tmp_path / "a", read_only=True)))
+    assert again["theta_sha256"] == result.summary["theta_sha256"]
+
+
+class Counts(nn.Module):
+    """What it computes depends on how often it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 2)
+        self.count: torch.Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.count += 1
+        return self.layer(x) + 0.1 * self.count
+
+
+def test_looking_at_a_run_does_not_change_it(tmp_path: Path) -> None:
+    x = torch.linspace(-1, 1, 160).reshape(32, 5)
+    found = []
+    for every in (1, 1000):
+        torch.manual_seed(0)
+        es = gl.OpenAIES(population=8)
+        settings: dict[str, Any] = {"loss": F.mse_loss, "strategy": es, "generations": 6, "evaluate_every": every}
+        found.append(gl.train(Counts(), (x, x[:, :2]), run=tmp_path / str(every), **settings).summary["theta_sha256"])
+    assert found[0] == found[1]
+
+
 # theta after ten generations with given scores: the same bits on every machine, now and later
 GOLDEN = {
     "openai-es": "24acb814dd713bd7",

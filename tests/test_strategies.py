@@ -291,6 +291,17 @@ def test_other_crossovers_lie_between_their_parents(crossover: Any) -> None:
         assert 2.2 < float(mixed.max()) <= 2.25
 
 
+@pytest.mark.parametrize("name", ["ga", "mu-lambda", "mu-lambda, comma, two mates"])
+def test_who_has_no_finite_score_has_no_children(name: str) -> None:
+    strategy = EXAMPLES[name]
+    field = strategy.field(3, GENOME)
+    state, _ = run(strategy, 3)
+    told = generation(strategy, state, field, 3)
+    told.scores[2:] = float("nan")
+    assert len(strategy.tell(state, told, field, maximize=False).parents) == 2
+    assert torch.isfinite(strategy.tell(state, told, field, maximize=False).theta).all()
+
+
 def test_a_swarm_by_hand() -> None:
     strategy = PSO(population=2, own=2.0, others=1.0, clamp=0.75)
     field, x = Field(7), torch.tensor([[0.0, 1.0], [2.0, 2.0]])
@@ -314,9 +325,9 @@ def test_neighbours_in_a_ring() -> None:
 
 
 def test_a_swarm_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pso, "available_memory", lambda: 10**9)
+    monkeypatch.setattr(pso, "available_memory", lambda: 15 * 10**8)
     PSO(population=100).init(torch.zeros(400_000))
-    with pytest.raises(BadInput, match=r"The swarm would take 1\.2 GB, and 1\.0 GB are free"):
+    with pytest.raises(BadInput, match=r"The swarm would take 1\.8 GB, and 1\.5 GB are free"):
         PSO(population=100).init(torch.zeros(500_000))
 
 
@@ -401,6 +412,10 @@ def test_a_torch_scheduler_decides_the_rate() -> None:
         (lambda: GA(contestants=0), "at least one"),
         (lambda: PSO(population=1), "at least 2"),
         (lambda: PSO(clamp=0.0), "above 0"),
+        (lambda: SNES(lr_sigma=-1.0), "0 or more"),
+        (lambda: MuLambda(tau=float("nan")), "0 or more"),
+        (lambda: MuLambda(sigma=Schedule("linear", 0.1, 0.2, 5)), "a number here"),  # type: ignore[arg-type]
+        (lambda: GA(sigma=lambda g: -1.0).values(GA().init(torch.zeros(1)), 0), "above 0"),
         (lambda: strategy_class("openai"), "did you mean 'openai-es'"),
         (lambda: Schedule("exponential", 1.0, 0.0, 5), "above 0"),
         (lambda: Schedule.parse("linear(1, 2)"), "not a schedule"),

@@ -1,6 +1,7 @@
 """Functions on a card that are recorded once and then launched as a whole, without Python between their kernels."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -23,7 +24,6 @@ class Recorded:
         self.trusted = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self.memory: list[torch.Tensor] = []
-        self.sources: list[tuple[torch.Tensor, int]] = []
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self.failed:
@@ -46,23 +46,22 @@ class Recorded:
             self.trusted = result.shape == self.output.shape and torch.equal(bits(result), bits(self.output))
             self.failed = not self.trusted
         if self.failed:
-            self.graph, self.memory, self.sources = None, [], []
+            self.graph, self.memory = None, []
         return result
 
     def _take(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Copies what has changed since the last call."""
+        """Copies the inputs to where the graph reads them."""
         if not self.memory:
             self.memory = [x.detach().clone() for x in inputs]
         else:
-            for mine, given, source in zip(self.memory, inputs, self.sources, strict=True):
-                if source[0] is not given or source[1] != given._version:
-                    mine.copy_(given)
-        self.sources = [(given, given._version) for given in inputs]
+            for mine, given in zip(self.memory, inputs, strict=True):
+                mine.copy_(given)
 
     def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            stream = stream_of(self.memory[0].device)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.output = self.function(*self.memory)
         except Exception:  # it waits for the card, or asks for memory of the host
             torch.cuda.synchronize()
@@ -70,6 +69,13 @@ class Recorded:
             return
         self.graph = graph
         self.held = list(kept.values())  # arrays that the graph reads must outlive it
+
+
+@cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Where a card records; torch's own choice is one stream for all cards."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

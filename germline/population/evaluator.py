@@ -98,8 +98,11 @@ class Evaluator:
         card = self.device.type == "cuda" and home(self.device).type == "cuda"
         if not card or batch is None or not candidates.shared or not self.plan.vectorised or self.plan.one_by_one:
             return None
-        key = (population, kind_of(batch), isinstance(candidates.sigma, torch.Tensor), candidates.field)
+        kind = kind_of(batch)
+        key = (population, kind, isinstance(candidates.sigma, torch.Tensor), candidates.field)
         if key not in self.recordings:
+            if kind is None or self.hooked:
+                return None
             if len(self.recordings) >= RECORDINGS or -(-population // self.plan.block) > BLOCKS_RECORDED:
                 return None
             self.recordings[key] = Recording(self, population)
@@ -231,6 +234,8 @@ def kind_of(batch: Batch) -> Any:
     if not batch.kwargs and all(isinstance(x, torch.Tensor) for x in (*batch.args, batch.target)):
         return tuple((x.shape, x.dtype, x.stride()) for x in (*batch.args, batch.target))
     leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.target))
+    if not all(isinstance(x, torch.Tensor | int | float | str | None) for x in leaves):
+        return None  # objects, in which there may be anything
     return str(spec), repr([(x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves])
 
 

@@ -156,16 +156,17 @@ class Chained:
     """A call of a linear layer on the output of another one, which never is in memory."""
 
     first: Pending
+    after: After  # of the first, when the second was called
     second: Work
 
     def __call__(self, after: After) -> Any:
-        if self.first.made is not None:  # by somebody else, in the meantime
+        if self.first.made is not None and self.first.after == self.after:  # by somebody else, in the meantime
             return replace(self.second, given=[self.first.made])(after)
         producer = self.first.work
         assert isinstance(producer, Work)
 
         def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
-            given = parts(producer.call(inputs, batched, self.first.after))
+            given = parts(producer.call(inputs, batched, self.after))
             outputs, _ = narrow_of_parts(self.second.call([], [], after), given, inputs[0].shape[batched[0] : -1])
             return outputs
 
@@ -190,9 +191,9 @@ def attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return attend(self, block, project, (args or (kwargs["query"],))[0]), None
 
 
-def norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def norm_forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # as torch calls it
     block: Block = current()
-    x = settled(x)
+    x = settled(input)
     out: torch.Tensor
     if block.member is not None or not {"weight", "bias"} <= set(self.trained) or not has_kernel(self, x):
         out = nn.LayerNorm.forward(self, x)
@@ -210,7 +211,9 @@ def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
         if first is not None and rule is linear and first.made is None and isinstance(first.work, Work):
             producer = first.work
             if producer.rule is linear and takes_parts(producer.layer, first.after, layer, block):
-                return Pending.of(Chained(first, Work(self, rule, layer, block, [], tree_flatten(((0,), {}))[1])))
+                return Pending.of(
+                    Chained(first, first.after, Work(self, rule, layer, block, [], tree_flatten(((0,), {}))[1]))
+                )
         given, spec = tree_flatten(settled((args, kwargs)))
         work = Work(self, rule, layer, block, given, spec)
         return Pending.of(work) if rule in LAZY else work(())

@@ -87,7 +87,9 @@ class GA:
         return State(theta[None], theta.numel())
 
     def values(self, state: State, generation: int) -> dict[str, float]:
-        return {"sigma": value_at(self.sigma, generation)}
+        sigma = value_at(self.sigma, generation)
+        check_rate("sigma", sigma)
+        return {"sigma": sigma}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
@@ -107,7 +109,7 @@ class GA:
         child = first if self.crossover == "none" else self.crossed(first, second, noise, span, state.size)
         step = noise.perturb(torch.zeros_like(parents[0]), sigma, start=start)
         if self.mutation < 1:
-            step = step * (noise.halves(span, Stream.COEFFICIENT) < round(self.mutation * 65536)).to(step.dtype)
+            step = step * (noise.halves(span, Stream.COEFFICIENT) < max(1, round(self.mutation * 65536))).to(step.dtype)
         made = child + step
         unchanged = np.flatnonzero(members < min(self.elites, len(parents)))
         if unchanged.size:
@@ -121,7 +123,7 @@ class GA:
             return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)
         if self.crossover == "one-point":
             points = points_of(noise.field, int(noise.generation), self.population)[noise.places.members]
-            cuts = torch.from_numpy(points * size >> 32).to(first.device)
+            cuts = torch.from_numpy((points >> 8) * size >> 24).to(first.device)
             return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
         halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)
         where = halves * rounded((1 + 2 * self.alpha) / 65536, first.dtype) - rounded(self.alpha, first.dtype)
@@ -130,7 +132,8 @@ class GA:
     def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
         if not np.isfinite(told.scores).any():
             return state
-        best = best_first(told.scores, maximize=maximize)[: self.parents]
+        finite = int(np.isfinite(told.scores).sum())
+        best = best_first(told.scores, maximize=maximize)[: min(self.parents, finite)]
         parents = self.members(state, field, told.generation, told.values["sigma"], best, start)
         return State(parents, state.size)
 

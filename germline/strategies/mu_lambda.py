@@ -23,9 +23,9 @@ from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Stream, low_rank, rounded
 from germline.optim import exponential
-from germline.shaping import best_first, goodness
+from germline.shaping import best_first, goodness, mean_of_scores
 from germline.strategies.base import Candidates, Offspring, Told, cut
-from germline.strategies.settings import check_choice, check_rate, rank_rules, ranks_of, setting
+from germline.strategies.settings import check_choice, check_number, check_rate, rank_rules, ranks_of, setting
 
 STEP = 0.85  # by which the 1/5 rule changes sigma
 HALVES = 16  # of the field that make one number that is nearly normal: their bits' sum has variance 64
@@ -76,6 +76,9 @@ class MuLambda:
         check_choice("recombination", self.recombination, ("intermediate", "discrete"))
         check_choice("adaptation", self.adaptation, ("self", "fifth", "none"))
         check_rate("sigma", self.sigma)
+        check_number("sigma", self.sigma)
+        if self.tau is not None:
+            check_rate("tau", self.tau, zero=True)
         if not 1 <= self.parents <= self.children:
             message = f"not {self.parents} parents and {self.children} children"
             raise BadInput(f"There must be at least one parent, and as many children as parents: {message}.")
@@ -93,7 +96,7 @@ class MuLambda:
         return Field(seed, self.noise, matrices=low_rank(genome.shapes, ranks_of(genome, self.rank, self.ranks)))
 
     def init(self, theta: torch.Tensor) -> State:
-        return State(theta[None], (self.sigma,), (math.nan,), theta.numel())
+        return State(theta[None], (self.sigma,), (-math.inf,), theta.numel())
 
     def values(self, state: State, generation: int) -> dict[str, float]:
         return {"sigma": math.fsum(state.sigmas) / len(state.sigmas)}
@@ -148,7 +151,7 @@ class MuLambda:
         if self.plus:
             old = good[count : count + mu] if self.rescore else self.drifted(state, good)
             scores, numbers = np.concatenate([old, scores]), np.concatenate([-1 - np.arange(mu), numbers])
-        best = best_first(scores, maximize=True)[: self.parents]
+        best = best_first(scores, maximize=True)[: min(self.parents, int(np.isfinite(scores).sum()))]
         chosen = numbers[best]
         everybody = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents stand behind the children
         parents = self.members(state, field, generation, everybody, start)
@@ -159,7 +162,7 @@ class MuLambda:
 
     def drifted(self, state: State, good: NDArray[np.float32]) -> NDArray[np.float32]:
         """The parents' old scores, which drift towards the mean of the new ones."""
-        mean = float(np.mean(good[np.isfinite(good)], dtype=np.float64))
+        mean = mean_of_scores(good)
         return np.array([self.decay * old + (1 - self.decay) * mean for old in state.scores], np.float32)
 
     def by_success(self, state: State, good: NDArray[np.float32], field: Field, generation: int) -> float:
@@ -168,7 +171,7 @@ class MuLambda:
         if not np.isfinite(old).all():
             return state.sigmas[0]
         chosen = mates_of(field, generation, self.children, len(state.parents), self.mates)
-        parents = old.astype(np.float64)[chosen].mean(1)
+        parents = np.array([math.fsum(old[row].tolist()) / len(row) for row in chosen])
         successes = int((good[: self.children] > parents).sum())
         return state.sigmas[0] * (1 / STEP if 5 * successes > self.children else STEP)
 

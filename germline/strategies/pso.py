@@ -23,9 +23,9 @@ from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Stream, rounded
 from germline.schedule import Scheduled, value_at
-from germline.shaping import goodness
+from germline.shaping import goodness, mean_of_scores
 from germline.strategies.base import Candidates, Offspring, Told, cut
-from germline.strategies.settings import check_choice, check_rate, setting
+from germline.strategies.settings import check_choice, check_number, check_rate, setting
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class PSO:
     def __post_init__(self) -> None:
         check_choice("topology", self.topology, ("global", "ring"))
         check_rate("sigma", self.sigma)
+        check_number("sigma", self.sigma)
         check_rate("clamp", self.clamp)
         check_rate("own", self.own, zero=True)
         check_rate("others", self.others, zero=True)
@@ -83,11 +84,14 @@ class PSO:
         return Field(seed, self.noise)
 
     def init(self, theta: torch.Tensor) -> State:
-        refuse_what_does_not_fit(6 * self.population * theta.nbytes, theta.device)  # three arrays, and three new ones
+        # three arrays, three new ones, and what an update makes on the way
+        refuse_what_does_not_fit(9 * self.population * theta.nbytes, theta.device)
         return State(theta)
 
     def values(self, state: State, generation: int) -> dict[str, float]:
-        return {"inertia": value_at(self.inertia, generation)}
+        inertia = value_at(self.inertia, generation)
+        check_rate("inertia", inertia, zero=True)
+        return {"inertia": inertia}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
@@ -128,7 +132,7 @@ class PSO:
         """The particles' best scores, which drift towards the mean of the new ones."""
         if not state.scores:
             return np.full(self.population, -np.inf, np.float32)
-        mean = float(np.mean(good[np.isfinite(good)], dtype=np.float64))
+        mean = mean_of_scores(good)
         drift = [self.decay * old + (1 - self.decay) * mean if math.isfinite(old) else old for old in state.scores]
         return np.array(drift, np.float32)
 

@@ -85,6 +85,12 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
             raise BadInput(f"The setting {name} must be {'0 or more' if zero else 'above 0'}, not {end!r}.")
 
 
+def check_number(name: str, value: Any) -> None:
+    """For what cannot change over the generations."""
+    if not isinstance(value, int | float):
+        raise BadInput(f"The setting {name} must be a number here, not {value}.")
+
+
 def rank_rules(ranks: str) -> list[tuple[str, int | None]]:
     """The setting ranks as a list of patterns of names and the rank of each.
 

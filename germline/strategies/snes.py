@@ -22,7 +22,7 @@ from germline.optim import exponential
 from germline.schedule import Scheduled, value_at
 from germline.shaping import by_rank
 from germline.strategies.base import Candidates, Told
-from germline.strategies.settings import check_rate, setting
+from germline.strategies.settings import check_number, check_rate, setting
 
 ONE = 1 << 20  # utilities are counted in units of 2^-20
 
@@ -57,7 +57,10 @@ class SNES:
             need = "an even number of at least 2" if self.mirrored else "at least 2"
             raise BadInput(f"The population must be {need}, not {self.population}.")
         check_rate("sigma", self.sigma)
+        check_number("sigma", self.sigma)
         check_rate("lr", self.lr, zero=True)
+        if self.lr_sigma is not None:
+            check_rate("lr_sigma", self.lr_sigma, zero=True)
         if self.noise == "sign":
             raise BadInput("SNES learns step sizes from the length of the noise, which is always 1 for signs.")
         if self.utilities is not None:
@@ -83,7 +86,10 @@ class SNES:
 
     def values(self, state: State, generation: int) -> dict[str, float]:
         assert self.lr_sigma is not None, "see resolved"
-        return {"lr": value_at(self.lr, generation), "lr_sigma": value_at(self.lr_sigma, generation)}
+        rates = {"lr": value_at(self.lr, generation), "lr_sigma": value_at(self.lr_sigma, generation)}
+        for name, rate in rates.items():
+            check_rate(name, rate, zero=True)
+        return rates
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, state.sigma)
