@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -108,17 +109,18 @@ def train(
         snapshot_every=snapshot_every,
     )
     fleet, stop = fleet or Local(), Stop(generations, seconds, Target.of(target))
-    if resume is not None:
-        if run is not None:
-            raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
-        training = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
-    else:
-        path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-        training = trainer.start(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
-    try:
-        summary = trainer.run(training, stop, callbacks)
-    finally:
-        training.journal.close()
+    with torch.inference_mode(False):  # whose tensors do not tell when they are changed
+        if resume is not None:
+            if run is not None:
+                raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
+            training = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
+        else:
+            path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
+            training = trainer.start(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
+        try:
+            summary = trainer.run(training, stop, callbacks)
+        finally:
+            training.journal.close()
     model.load_state_dict(training.model().state_dict())
     if training.interrupted:
         raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.journal.path)!r}")
@@ -161,13 +163,18 @@ class Search:
         goal = objective_of(loss, score, objective, maximize, None)
         check_choice("dtype", dtype, typing.get_args(DType))
         self._module = model
-        self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed, None, dtype, dropout)
+        with torch.inference_mode(False):
+            self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed, None, dtype, dropout)
         self._batch: Batch | None = None
         self._shapes: Any = ()  # of the inputs that were last tried
         self.generation = 0
 
     def step(self, *batch: Any) -> NDArray[np.float32]:
         """One generation on a batch: inputs and target, or one dict; nothing for an objective of the model."""
+        with torch.inference_mode(False):  # whose tensors do not tell when they are changed
+            return self._step(batch)
+
+    def _step(self, batch: tuple[Any, ...]) -> NDArray[np.float32]:
         core = self._core
         if batch:
             self._batch = Batch.of(batch[0] if len(batch) == 1 else batch, core.device)

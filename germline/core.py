@@ -42,6 +42,7 @@ from germline.strategies import AnyStrategy, Apart, Candidates, Told
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 CHECK_EVERY = 100  # generations between checks of sampled members
 SAMPLED = 3  # members of such a check
+OFFSPRING = 6  # arrays of the size of a child that are there while it is made: parents, masks, noise
 RANKED = 256  # members whose ranks are compared where the arithmetic is in bfloat16
 
 
@@ -107,8 +108,11 @@ class Core:
         candidates = self.strategy.ask(self.state, self.noise, 0, values)
         if not candidates.shared:
             candidates = Apart(self.noise, 0, self.state.theta, LADDER[2])
+        copies = 1 if candidates.shared else OFFSPRING
         with one_thread_each(), exact_arithmetic(self.device):
-            size = block_size(self.strategy.population, self.genome, prepared(self.module).to(self.device), batch)
+            size = block_size(
+                self.strategy.population, self.genome, prepared(self.module).to(self.device), batch, copies
+            )
             settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
             settled = in_type(self._make, settled, self.dtype, candidates, batch)
         if settled.reason is not None:

@@ -54,6 +54,8 @@ def settings_of(strategy: AnyStrategy) -> dict[str, Any]:
 
 
 def described(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Schedule):
         return {"schedule": str(value)}
     if isinstance(value, functools.partial):

@@ -59,7 +59,13 @@ class Batch:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    return mapped(lambda tensor: tensor.to(device), value)
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_inference():
+            return tensor.to(device)
+        with torch.inference_mode(False):  # a copy whose changes can be noticed
+            return tensor.to(device).clone()
+
+    return mapped(moved, value)
 
 
 def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

@@ -303,3 +303,18 @@ def test_bad_input_is_answered_by_a_sentence(settings: Any, sentence: str, tmp_p
     with pytest.raises(gl.BadInput, match=sentence):
         gl.train(net(), generations=2, **settings)
     assert before.keys() <= settings.keys()
+
+
+def test_inference_mode_is_no_obstacle(tmp_path: Path) -> None:
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        inside = x.clone()
+        y = inside.sum(1, keepdim=True)
+        search = gl.Search(nn.Linear(4, 1), gl.OpenAIES(population=8), loss=F.mse_loss, fleet=gl.Local("cpu"))
+        search.step(inside, y)
+        search.step(inside, y)
+        result = gl.train(nn.Linear(4, 1), (inside, y), loss=F.mse_loss, generations=3, run=tmp_path / "run")
+    search.step(x, x.sum(1, keepdim=True))
+    assert search._core.plan is not None
+    assert search._core.plan.method == "twins"
+    assert result.summary["generations"] == 3

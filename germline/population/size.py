@@ -18,13 +18,13 @@ PART_OF_A_CARD = 8  # the part of its memory that a block may fill, one in so ma
 LIVE = 2  # tensors of the largest size that are alive at once: an input and an output
 
 
-def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None) -> int:
+def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None, copies: int = 1) -> int:
     """A function of the problem and of the kind of device, never of how busy a machine is.
 
     As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding; in a power of
-    two, so that any usual number of cores is evenly loaded.
+    two, so that any usual number of cores is evenly loaded. ``copies`` of a member's weights are held while it is made.
     """
-    one = 4 * (genome.size + LIVE * widest(module, batch))
+    one = 4 * (copies * genome.size + LIVE * widest(module, batch))
     device = next(module.parameters()).device
     most, memory = LARGEST_BLOCK, BLOCK_BYTES
     if device.type == "cuda":
