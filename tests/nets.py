@@ -67,6 +67,20 @@ class Forecaster(nn.Module):
         return last
 
 
+class NamedArguments(nn.Module):
+    """Calls layers with their arguments by name, in another order than theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.norm, self.head = nn.LSTM(1, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(1, x.shape[1], 8, dtype=x.dtype, device=x.device)
+        out, _ = self.lstm(hx=(h, h + 0.5), input=x)
+        last: Tensor = self.head(input=self.norm(input=out[-1]))
+        return last
+
+
 class CellForecaster(nn.Module):
     """The same by cells, in a loop."""
 
@@ -179,6 +193,7 @@ NETS: dict[str, tuple[type[nn.Module], tuple[Any, ...]]] = {
     "U-Net": (UNet, ((3, 1, 16, 16),)),
     "LSTM forecaster": (Forecaster, ((5, 9, 1),)),
     "cells": (CellForecaster, ((5, 6, 1),)),
+    "LSTM, named arguments": (NamedArguments, ((6, 5, 1),)),
     "transformer": (Transformer, ("tokens",)),
     "residual block": (ResidualBlock, ((5, 3, 8, 8),)),
     "tied autoencoder": (TiedAutoencoder, ((5, 6),)),

@@ -6,6 +6,7 @@ members at once. The user's code runs unchanged under ``torch.func.vmap``, sees 
 may read any parameter anywhere: there is no other copy of a weight that it could see by mistake.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,6 +215,9 @@ def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
                 return Pending.of(
                     Chained(first, first.after, Work(self, rule, layer, block, [], tree_flatten(((0,), {}))[1]))
                 )
+        if kwargs:  # rules know arguments by their place
+            bound = inspect.signature(layer.kind.forward).bind(self, *args, **kwargs)
+            args, kwargs = bound.args[1:], bound.kwargs
         given, spec = tree_flatten(settled((args, kwargs)))
         work = Work(self, rule, layer, block, given, spec)
         return Pending.of(work) if rule in LAZY else work(())
