@@ -245,7 +245,7 @@ class Core:
                 return -1.0
             members = np.arange(self.strategy.population)[part]
             noise = self.noise.members(members, generation, self.device)
-            directions.append(noise.weighted_sum(weights, (0, self.genome.size)).double())
+            directions.append(noise.weighted_sum(weights, (0, self.genome.size), often=False).double())
         a, b = directions
         return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))
 

@@ -425,13 +425,16 @@ class Noise:
             out.addmm_(a.transpose(0, 1).flatten(1), b.transpose(1, 2).flatten(0, 1))
         return out
 
-    def weighted_sum(self, weights: Weights, span: Span, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def weighted_sum(
+        self, weights: Weights, span: Span, dtype: torch.dtype = torch.float32, *, often: bool = True
+    ) -> torch.Tensor:
         """The sum over members of ``w_i z_ik`` for any span of parameters, dense or low-rank.
 
-        Exact until one rounding to ``dtype``, then one multiplication: the same bits however the span is cut.
+        Exact until one rounding to ``dtype``, then one multiplication: the same bits however the span is cut. A card
+        records what is asked for ``often``.
         """
         folded = self._fold(weights, 1)
-        if home(self.device).type == "cuda":
+        if often and home(self.device).type == "cuda":
             return self._recorded_sum(folded, span, dtype)
         return self._sum_of_pieces(folded, span, dtype)
 
