@@ -14,6 +14,7 @@ from germline import kernels
 from germline.core import Core
 from germline.fleet import Local
 from germline.genome import Genome
+from germline.kernels import recorded
 from germline.noise import Field, low_rank, recordings
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath, exact_arithmetic
@@ -156,3 +157,32 @@ def test_what_is_begun_ahead_is_forgotten_if_a_callback_changes_something(tmp_pa
         )
         found.append(result.summary["theta_sha256"])
     assert found[0] == found[1]
+
+
+class Changes(nn.Module):
+    """Python decides what it computes."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x) * Changes.factor
+
+
+def test_code_that_becomes_another_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "TRUSTED_FOR", 3)
+    module = Changes()
+    evaluator, given = evaluator_of(module, "float32"), generations(module, None, "float32")
+    scores = []
+    for i in range(10):
+        monkeypatch.setattr(Changes, "factor", 1.0 if i < 3 else 2.0)
+        candidates, batch = given[i % 5]
+        scores.append(Local("cuda").evaluate(evaluator, candidates, P, batch))
+    with exact_arithmetic(CARD):
+        expected = evaluator_of(module, "float32").scores(given[4][0], P, given[4][1]).cpu().numpy()
+    assert scores[9].tobytes() == expected.tobytes()
+    (recording,) = evaluator.recordings.values()
+    assert recording.recorded.failed
