@@ -8,7 +8,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-WIDEST = 64  # rows of a narrow layer, with those of its noise
 MANY = 8  # channels from which on a thin convolution reads them once
 DEEP = 32  # columns of a narrow layer that are multiplied at once
 
@@ -167,7 +166,7 @@ def narrow_linear(
     """out[i] = x[i] (weight + scales[i] A B^T)^T + bias[i] for each member i, then relu, where A, B are at where[i].
 
     ``inputs`` is x, (members, n, columns), or what ``blend_outer`` would make it of: base, thin, thick, bias and
-    scales. ``a`` is (addresses, rank, rows), ``b`` (addresses, rank, columns); rows and ranks together fit in WIDEST.
+    scales. ``a`` is (addresses, rank, rows), ``b`` (addresses, rank, columns); there are few rows and ranks.
     All in one 16-bit type but for the scales, and thin products of x, which may be in float32.
     """
     members, n, rows = out.shape

@@ -73,10 +73,8 @@ def of_many_inputs(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 def has_kernel(module: Any, x: torch.Tensor) -> bool:
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    card = x.device.type == "cuda" and home(x.device) == x.device
-    return (
-        plain and card and x.dtype != torch.float64 and len(module.kernel_size) <= 2 and prod(module.kernel_size) <= 49
-    )
+    small = len(module.kernel_size) <= 2 and prod(module.kernel_size) <= 49
+    return plain and small and x.dtype != torch.float64 and home(x.device).type == "cuda"
 
 
 def flat(sizes: Any, count: int, *, missing: int = 1) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class Evaluator:
 
     def recording(self, candidates: Candidates, population: int, batch: Batch | None) -> "Recording | None":
         """Of generations like this one, if a card can launch them as a whole."""
-        card = self.device.type == "cuda" and home(self.device).type == "cuda"
+        card = home(self.device).type == "cuda"
         if not card or batch is None or not candidates.shared or not self.plan.vectorised or self.plan.one_by_one:
             return None
         kind = kind_of(batch)

@@ -82,7 +82,7 @@ def is_narrow(layer: Layer, block: Block) -> bool:
     matrix = block.matrix(index) if index is not None else None
     device = generation.candidates.centre.device
     fits = matrix is not None and matrix.rank <= THIN and matrix.rows + matrix.rank <= NARROW
-    return fits and device.type == "cuda" and home(device) == device and generation.dtype == torch.bfloat16
+    return fits and home(device).type == "cuda" and generation.dtype == torch.bfloat16
 
 
 def takes_parts(producer: Layer, after: After, consumer: Layer, block: Block) -> bool:

@@ -69,7 +69,7 @@ def stays_on_chip(call: Call, suffix: str) -> bool:
     matrix = block.matrix(index) if index is not None else None
     small = isinstance(module, nn.LSTM) and module.hidden_size <= LARGEST_STATE and not module.proj_size
     fits = small and matrix is not None and matrix.rank == 1 and block.generation.dtype == torch.bfloat16
-    return fits and device.type == "cuda" and home(device) == device
+    return fits and home(device).type == "cuda"
 
 
 def on_chip(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, tuple[Tensor, ...]]:

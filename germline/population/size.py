@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from germline.genome import Genome
-from germline.objective import Batch, seeded_generators, tensors_in
+from germline.objective import Batch, memory_of, seeded_generators, tensors_in
 
 # Of a block: on a CPU what stays near the processor, not what the machine could hold; on a card enough to keep it busy
 # and to make launches, and Python, small beside the work.
@@ -28,7 +28,7 @@ def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch 
     device = next(module.parameters()).device
     most, memory = LARGEST_BLOCK, BLOCK_BYTES
     if device.type == "cuda":
-        most, memory = LARGEST_ON_A_CARD, torch.cuda.get_device_properties(device).total_memory // PART_OF_A_CARD
+        most, memory = LARGEST_ON_A_CARD, memory_of(device) // PART_OF_A_CARD
     largest = max(2, min(most, memory // one))
     blocks = 1 << (-(-population // largest) - 1).bit_length()
     return 2 * -(-population // (2 * blocks))

@@ -63,6 +63,17 @@ class Offspring(Candidates):
         return made if out is None else out.copy_(made)
 
 
+def offspring(
+    state: Any, field: Field, generation: int, members: Callable[[Any, NDArray[np.int64], int], torch.Tensor]
+) -> Offspring:
+    """Of a function of (a State cut to some columns, members, the first column)."""
+
+    def make(some: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
+        return members(cut(state, low, high), some, low)
+
+    return Offspring(field, generation, state.theta, 0.0, make=make)
+
+
 @dataclass(frozen=True)
 class Told:
     """What is known of a generation once it has been evaluated; with it alone a State can be advanced."""

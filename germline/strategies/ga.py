@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import WORD, Field, Kind, Noise, Stream, low_rank, rounded
+from germline.noise import WORD, Field, Kind, Noise, Stream, as_tensor, low_rank, rounded
 from germline.schedule import Scheduled, value_at
 from germline.shaping import best_first
-from germline.strategies.base import Candidates, Offspring, Told, cut
+from germline.strategies.base import Candidates, Told, offspring
 from germline.strategies.settings import check_choice, check_rate, rank_rules, ranks_of, setting
 
 
@@ -92,10 +92,10 @@ class GA:
         return {"sigma": sigma}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
-            return self.members(cut(state, low, high), field, generation, values["sigma"], members, low)
+        def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
+            return self.members(some, field, generation, values["sigma"], members, start)
 
-        return Offspring(field, generation, state.theta, 0.0, make=make)
+        return offspring(state, field, generation, members)
 
     def members(
         self, state: State, field: Field, generation: int, sigma: float, members: NDArray[np.int64], start: int
@@ -103,8 +103,8 @@ class GA:
         """Some members of a generation, elites first; the columns that the state has."""
         parents, device = state.parents, state.parents.device
         contestants = self.contestants if self.selection == "tournament" else 1
-        pairs = torch.from_numpy(pairs_of(field, generation, self.population, len(parents), contestants)[members])
-        first, second = (parents[pairs[:, i].to(device)] for i in range(2))
+        pairs = pairs_of(field, generation, self.population, len(parents), contestants)[members]
+        first, second = (parents[as_tensor(pairs[:, i], device)] for i in range(2))
         noise, span = field.members(members, generation, device), (start, start + parents.shape[1])
         child = first if self.crossover == "none" else self.crossed(first, second, noise, span, state.size)
         step = noise.perturb(torch.zeros_like(parents[0]), sigma, start=start)
@@ -113,7 +113,7 @@ class GA:
         made = child + step
         unchanged = np.flatnonzero(members < min(self.elites, len(parents)))
         if unchanged.size:
-            made[torch.from_numpy(unchanged).to(device)] = parents[torch.from_numpy(members[unchanged]).to(device)]
+            made[as_tensor(unchanged, device)] = parents[as_tensor(members[unchanged], device)]
         return made
 
     def crossed(
@@ -123,7 +123,7 @@ class GA:
             return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)
         if self.crossover == "one-point":
             points = points_of(noise.field, int(noise.generation), self.population)[noise.places.members]
-            cuts = torch.from_numpy((points >> 8) * size >> 24).to(first.device)
+            cuts = as_tensor((points >> 8) * size >> 24, first.device)
             return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
         halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)
         where = halves * rounded((1 + 2 * self.alpha) / 65536, first.dtype) - rounded(self.alpha, first.dtype)

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Stream, low_rank, rounded
+from germline.noise import Field, Kind, Stream, as_tensor, low_rank, rounded
 from germline.optim import exponential
 from germline.shaping import best_first, goodness, mean_of_scores
-from germline.strategies.base import Candidates, Offspring, Told, cut
+from germline.strategies.base import Candidates, Told, offspring
 from germline.strategies.settings import check_choice, check_number, check_rate, rank_rules, ranks_of, setting
 
 STEP = 0.85  # by which the 1/5 rule changes sigma
@@ -102,24 +102,31 @@ class MuLambda:
         return {"sigma": math.fsum(state.sigmas) / len(state.sigmas)}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
-            return self.members(cut(state, low, high), field, generation, members, low)
+        sigmas = self.step_sizes(state, field, generation)
 
-        return Offspring(field, generation, state.theta, 0.0, make=make)
+        def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
+            return self.members(some, field, generation, sigmas, members, start)
+
+        return offspring(state, field, generation, members)
 
     def members(
-        self, state: State, field: Field, generation: int, members: NDArray[np.int64], start: int
+        self,
+        state: State,
+        field: Field,
+        generation: int,
+        sigmas: list[float],
+        members: NDArray[np.int64],
+        start: int,
     ) -> torch.Tensor:
         """Some members of a generation: children, then parents; the columns that the state has."""
         parents, device = state.parents, state.parents.device
         chosen = mates_of(field, generation, self.children, len(parents), self.mates)
-        sigmas = self.step_sizes(state, field, generation)
         old = members >= self.children
         child = np.where(old, 0, members)
         noise = field.members(members, generation, device)
         if self.recombination == "discrete" and chosen.shape[1] > 1:
             picks = noise.halves((start, start + parents.shape[1]), Stream.CROSSOVER).long() * chosen.shape[1] >> 16
-            whose = torch.from_numpy(chosen).to(device)[torch.from_numpy(child).to(device)].gather(1, picks)
+            whose = as_tensor(chosen[child], device).gather(1, picks)
             base = parents.gather(0, whose)
         else:
             base = mean_of(parents, chosen[child])
@@ -128,7 +135,7 @@ class MuLambda:
         made = base + scale[:, None] * z
         if old.any():
             kept = np.minimum(members[old] - self.children, len(parents) - 1)
-            made[torch.from_numpy(np.flatnonzero(old)).to(device)] = parents[torch.from_numpy(kept).to(device)]
+            made[as_tensor(np.flatnonzero(old), device)] = parents[as_tensor(kept, device)]
         return made
 
     def step_sizes(self, state: State, field: Field, generation: int) -> list[float]:
@@ -154,7 +161,7 @@ class MuLambda:
         best = best_first(scores, maximize=True)[: min(self.parents, int(np.isfinite(scores).sum()))]
         chosen = numbers[best]
         everybody = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents stand behind the children
-        parents = self.members(state, field, generation, everybody, start)
+        parents = self.members(state, field, generation, sigmas, everybody, start)
         kept = tuple(state.sigmas[-1 - n] if n < 0 else sigmas[n] for n in chosen.tolist())
         if self.adaptation == "fifth":
             kept = (self.by_success(state, good, field, generation),) * len(chosen)
@@ -197,7 +204,7 @@ def mean_of(parents: torch.Tensor, chosen: NDArray[np.int64]) -> torch.Tensor:
     """The means of some rows, summed one after the other: (children, columns)."""
     if (chosen == chosen[:1]).all():
         chosen = chosen[:1]  # all children have the same parents
-    total = parents[torch.from_numpy(chosen[:, 0]).to(parents.device)]
+    total = parents[as_tensor(chosen[:, 0], parents.device)]
     for column in range(1, chosen.shape[1]):
-        total = total + parents[torch.from_numpy(chosen[:, column]).to(parents.device)]
+        total = total + parents[as_tensor(chosen[:, column], parents.device)]
     return total * rounded(1 / chosen.shape[1], parents.dtype) if chosen.shape[1] > 1 else total

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Stream, rounded
+from germline.noise import Field, Kind, Stream, as_tensor, rounded
 from germline.schedule import Scheduled, value_at
 from germline.shaping import goodness, mean_of_scores
-from germline.strategies.base import Candidates, Offspring, Told, cut
+from germline.strategies.base import Candidates, Told, offspring
 from germline.strategies.settings import check_choice, check_number, check_rate, setting
 
 
@@ -94,18 +94,18 @@ class PSO:
         return {"inertia": inertia}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
-            return self.members(cut(state, low, high), field, generation, members, low)
+        def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
+            return self.members(some, field, generation, members, start)
 
-        return Offspring(field, generation, state.theta, 0.0, make=make)
+        return offspring(state, field, generation, members)
 
     def members(
         self, state: State, field: Field, generation: int, members: NDArray[np.int64], start: int
     ) -> torch.Tensor:
         if state.positions is not None:
-            return state.positions[torch.from_numpy(members).to(state.start.device)]
+            return state.positions[as_tensor(members, state.start.device)]
         made = field.members(members, generation, state.start.device).perturb(state.start, self.sigma, start=start)
-        made[torch.from_numpy(np.flatnonzero(members == 0)).to(made.device)] = state.start
+        made[as_tensor(np.flatnonzero(members == 0), made.device)] = state.start
         return made
 
     def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
@@ -115,14 +115,14 @@ class PSO:
         x = self.members(state, field, told.generation, everybody, start)
         new = goodness(told.scores, maximize)
         old = self.drifted(state, new)
-        better = torch.from_numpy(new > old).to(device)
+        better = as_tensor(new > old, device)
         bests = x if state.bests is None else torch.where(better[:, None], x, state.bests)
         good = np.maximum(new, old)
         leader = int(good.argmax())
         velocities = torch.zeros_like(x) if state.velocities is None else state.velocities
         noise, span, dtype = field.members(everybody, told.generation, device), (start, start + x.shape[1]), x.dtype
         pulls = noise.halves(span, Stream.COEFFICIENT).to(dtype) * rounded(self.own / 65536, dtype) * (bests - x)
-        led = bests[leader] if self.topology == "global" else bests[torch.from_numpy(neighbours(good)).to(device)]
+        led = bests[leader] if self.topology == "global" else bests[as_tensor(neighbours(good), device)]
         pulls = pulls + noise.halves(span, Stream.CROSSOVER).to(dtype) * rounded(self.others / 65536, dtype) * (led - x)
         limit = rounded(self.clamp, dtype)
         velocities = (velocities * rounded(told.values["inertia"], dtype) + pulls).clamp_(-limit, limit)
