@@ -17,7 +17,7 @@ from germline.fleet.local import one_thread_each
 from germline.genome import Genome
 from germline.journal import PROBE
 from germline.kernels import home
-from germline.noise import WORD, Field, Stream, indexed
+from germline.noise import WORD, Field, Stream
 from germline.objective import Batch, Objective
 from germline.population import (
     SURVIVAL,
@@ -117,7 +117,7 @@ class Core:
             settled = in_type(self._make, settled, self.dtype, candidates, batch)
         if settled.reason is not None:
             warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
-        if home(self.device) != indexed(self.device):
+        if home(self.device).type != self.device.type:
             message = (
                 f"There are no kernels for {self.device}: its noise is made on the CPU, and layers go by torch's own."
             )
