@@ -26,7 +26,8 @@ from germline.strategies.base import Candidates
 DType = Literal["auto", "float32", "bfloat16"]
 Make = Callable[[Plan], Evaluator]
 
-TOLERANCE = 1e-3  # of an output's size, in float32: far above rounding, far below what missing noise does
+TOLERANCE = 1e-3  # of an output's size: far above the rounding of float32, far below what missing noise does
+ROUNDINGS = 4  # of a module of 16 bits, for which that is not far above
 ODD = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
 SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must keep
 FICKLE = "the score keeps state between calls, or draws random numbers"
@@ -105,9 +106,10 @@ def trial(
                 seconds = (time.perf_counter() - began) / group.size
     except Exception as error:  # whatever the code of a module does that cannot be done for a block
         return None, f"{type(error).__name__}: {first_sentence(error)}"
+    room = tolerance(plain)
     wanted = [*expected, expected[0]] if one_by_one else [*expected[2:], *expected]
     # what is done alone is right by construction
-    if plan.method != "alone" and not all(same(got, want) for got, want in zip(rows, wanted, strict=True)):
+    if plan.method != "alone" and not all(same(*pair, room) for pair in zip(rows, wanted, strict=True)):
         if one_by_one:
             return None, "it keeps state between calls, or draws random numbers"
         return None, "its outputs are then not those of the model by itself"
@@ -138,7 +140,7 @@ def scored(
     try:
         got = evaluator.score_block(generation, members)
         assert generation.batch is not None
-        if close(got, expected, generation.batch.size):
+        if close(got, expected, generation.batch.size, tolerance(evaluator)):
             return Settled(evaluator.plan, seconds=seconds), None
     except Exception as error:
         why = f"{type(error).__name__}: {first_sentence(error)}"
@@ -176,7 +178,7 @@ def missed(
             centre = candidates.centre.clone()
             centre[slot.start : slot.stop] += float(candidates.sigma)  # type: ignore[arg-type]  # see ``loud``
             generation = plain.generation(replace(candidates, centre=centre), batch)
-            if not same(plain.one_by_one(generation, member, scored=False), expected):
+            if not same(plain.one_by_one(generation, member, scored=False), expected, tolerance(plain)):
                 return slot.name
     return None
 
@@ -245,14 +247,16 @@ def agrees(plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArr
     got, finite = float(scores[member]), scores[np.isfinite(scores)]
     if not (np.isfinite(want) and np.isfinite(got)):
         return bool(np.isfinite(want) == np.isfinite(got))
-    room = 0.05 * float(finite.std()) + 1e-4 * abs(want)
+    room = 0.05 * float(finite.std()) + max(1e-4, coarsest(plain)) * abs(want)
     return abs(got - want) <= room + count_of(np.array([want]), batch.size)
 
 
-def same(got: Any, want: Any) -> bool:
+def same(got: Any, want: Any, room: float = TOLERANCE) -> bool:
     """Whether two outputs are equal but for rounding; outputs in which nothing can be compared are not."""
     ours, theirs = list(leaves(got)), list(leaves(want))
-    return bool(theirs) and len(ours) == len(theirs) and all(map(near, ours, theirs))
+    return (
+        bool(theirs) and len(ours) == len(theirs) and all(near(a, b, room) for a, b in zip(ours, theirs, strict=True))
+    )
 
 
 def leaves(output: Any) -> Iterator[torch.Tensor]:
@@ -266,7 +270,7 @@ def leaves(output: Any) -> Iterator[torch.Tensor]:
             yield from leaves(item)
 
 
-def near(a: torch.Tensor, b: torch.Tensor) -> bool:
+def near(a: torch.Tensor, b: torch.Tensor, room: float) -> bool:
     """Equal but for rounding, and for a few elements where rounding has fallen on the other side of a threshold.
 
     Those are scattered: what is wrong in most places of a column or channel is wrong.
@@ -279,16 +283,25 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
         a, b = a.double(), b.double()
         sizes = b[b.isfinite() & (b != 0)].abs()
         size = float(sizes.median()) if sizes.numel() else 1.0  # a mask of large numbers must not hide the others
-        odd = ~torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * size, equal_nan=True)
+        odd = ~torch.isclose(a, b, rtol=room, atol=room * size, equal_nan=True)
     if not odd.numel() or not bool(odd.any()):
         return True
     columns = [odd.double().transpose(0, d).flatten(1).mean(1).max() for d in range(1, odd.dim())]
     return float(odd.double().mean()) <= ODD and all(float(part) <= 0.5 for part in columns)
 
 
-def close(got: NDArray[np.float32], expected: NDArray[np.float32], batch_size: int) -> bool:
-    room = count_of(expected, batch_size)
-    return bool(np.allclose(got, expected, rtol=TOLERANCE, atol=1e-5 + room, equal_nan=True))
+def tolerance(evaluator: Evaluator) -> float:
+    return max(TOLERANCE, ROUNDINGS * coarsest(evaluator))
+
+
+def coarsest(evaluator: Evaluator) -> float:
+    """The relative rounding of the narrowest type of a module's parameters."""
+    return max(torch.finfo(slot.dtype).eps for slot in evaluator.genome.slots)
+
+
+def close(got: NDArray[np.float32], expected: NDArray[np.float32], batch_size: int, room: float) -> bool:
+    count = count_of(expected, batch_size)
+    return bool(np.allclose(got, expected, rtol=room, atol=1e-5 + count, equal_nan=True))
 
 
 def count_of(scores: NDArray[Any], batch_size: int) -> float:
