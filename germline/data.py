@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import http.client
+import lzma
 import os
 import urllib.request
 from contextlib import suppress
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from germline.errors import BadInput
+from germline.noise import Field, Stream
 from germline.objective import split
 
 MNIST = {  # SHA-256 of the compressed files, as they were first published
@@ -24,6 +26,33 @@ MNIST = {  # SHA-256 of the compressed files, as they were first published
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 DEV_EXAMPLES = 5000  # of MNIST's training set
 
+CIFAR10 = {  # MD5 of the files of the binary version
+    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+    "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+    "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+    "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+    "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+}
+CIFAR10_PART = {  # SHA-256 of the first records of data_batch_1.bin and of test_batch.bin, compressed
+    "train_5000.bin.xz": "05bfeea0fb5e2ae3e940de2b006830d7986b29fb857019d1e84daa7f98abcbbb",
+    "test_1000.bin.xz": "4ddc7716aa713284c8b44c182a44e1c41369347b0f01c63d521f62d2c0a6d4ec",
+}
+CIFAR10_FOLDER = "cifar-10-batches-bin"  # as its archive unpacks
+CIFAR10_MEAN, CIFAR10_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # by channel
+GIVEN = "put its files into a folder and name that with --data or GERMLINE_DATA"
+
+CLASSES = 10
+SYNTHETIC_EXAMPLES = (5000, 1000, 1000)  # train, dev, test
+SYNTHETIC_SEED = 0x51E7  # the data's own field: a run's batches come from that of its seed
+CELL = 4  # pixels across of which a pattern is made
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+class Missing(BadInput):
+    """A data set is not on this machine."""
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -32,6 +61,10 @@ class Splits:
     train: tuple[torch.Tensor, torch.Tensor]
     dev: tuple[torch.Tensor, torch.Tensor]
     test: tuple[torch.Tensor, torch.Tensor]
+
+    def first(self, examples: int) -> "Splits":
+        """At most so many examples of each part."""
+        return Splits(*((x[:examples], y[:examples]) for x, y in (self.train, self.dev, self.test)))
 
 
 def digits() -> Splits:
@@ -52,9 +85,11 @@ def digits() -> Splits:
     return Splits(train, dev, test)
 
 
-def mnist() -> Splits:
+def mnist(*, download: bool = True) -> Splits:
     """MNIST's handwritten digits as vectors of 784 pixels with mean 0 and variance 1: 55,000 train, 5,000 dev."""
-    images, labels, test_images, test_labels = (idx(published("mnist", MNIST_MIRROR, *item)) for item in MNIST.items())
+    images, labels, test_images, test_labels = (
+        idx(published("mnist", MNIST_MIRROR, *item, download=download)) for item in MNIST.items()
+    )
     x, test_x = (
         torch.from_numpy((part.reshape(len(part), -1) / 255 - 0.1307) / 0.3081).float()
         for part in (images, test_images)
@@ -64,26 +99,87 @@ def mnist() -> Splits:
     return Splits((x[train], y[train]), (x[dev], y[dev]), (test_x, test_y))
 
 
-def published(name: str, mirror: str, file: str, sha256: str) -> bytes:
-    """A file of a data set: from GERMLINE_DATA or what was kept of a download, else downloaded; always checked."""
+def cifar10() -> Splits:
+    """CIFAR-10's photographs as 3 x 32 x 32 pixels with mean 0 and variance 1; a tenth of the training set is dev.
+
+    From the folder of the published binary version, or from ``train_5000.bin.xz`` and ``test_1000.bin.xz``, which are
+    the first records of its first and of its last file. Nothing is downloaded.
+    """
+    *batches, test = cifar10_files()
+    records = np.concatenate(batches)
+    train, dev = split(len(records), [0.9])
+    return Splits(photographs(records[train]), photographs(records[dev]), photographs(test))
+
+
+def cifar10_files() -> list[Bytes]:
+    """The records of each file, the test set's last: a label, then the red, green and blue pixels row by row."""
+    for folder in (inner for place in places("cifar10") for inner in (place / CIFAR10_FOLDER, place)):
+        for files in (CIFAR10, CIFAR10_PART):
+            if all((folder / file).is_file() for file in files):
+                contents = (checked(folder / file, digest) for file, digest in files.items())
+                raw = contents if files is CIFAR10 else map(lzma.decompress, contents)
+                return [np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32) for content in raw]
+    raise Missing(f"CIFAR-10's binary version ({', '.join(CIFAR10)}) is not here: {GIVEN}.")
+
+
+def photographs(records: Bytes) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.from_numpy(records[:, 1:].astype(np.float32)).view(-1, 3, 32, 32)
+    mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (CIFAR10_MEAN, CIFAR10_DEVIATION))
+    return x.div_(255).sub_(mean).div_(deviation), torch.from_numpy(records[:, 0].astype(np.int64))
+
+
+def synthetic(shape: tuple[int, int, int]) -> Splits:
+    """Made-up images of ten classes with mean 0 and variance 1, the same on every machine.
+
+    Each is the pattern of its class, of cells of 4 x 4 pixels, and as much noise. The classes are of equal size.
+    """
+    channels, height, width = shape
+    field, count = Field(SYNTHETIC_SEED), sum(SYNTHETIC_EXAMPLES)
+
+    def drawn(members: int, generation: int, *size: int) -> torch.Tensor:
+        span = (0, channels * size[0] * size[1])
+        return field.members(range(members), generation).integers(span, Stream.BATCH).view(members, channels, *size)
+
+    patterns = drawn(CLASSES, 0, height // CELL, width // CELL)
+    patterns = patterns.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
+    y = torch.arange(count) % CLASSES
+    x = (patterns[y] + drawn(count, 1, height, width)).float().mul_(field.unit(None) / 2**0.5)
+    cuts = np.cumsum(SYNTHETIC_EXAMPLES)[:-1].tolist()
+    return Splits(*zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True))
+
+
+def places(name: str) -> list[Path]:
+    """The folders in which the files of a data set may lie, the first in which they are looked for first."""
     cache = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else Path("~/.cache").expanduser()
-    kept = cache / "germline" / name / file
     given = os.environ.get("GERMLINE_DATA")
-    for path in (Path(given) / name / file, Path(given) / file, kept) if given else (kept,):
-        if path.is_file():
-            content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest() != sha256:
-                raise BadInput(f"{path} is not the published file: its checksum is another. Remove it, or restore it.")
-            return content
+    return [*((Path(given) / name, Path(given)) if given else ()), cache / "germline" / name]
+
+
+def checked(path: Path, digest: str) -> bytes:
+    """What lies there, if it is the published file."""
+    content = path.read_bytes()
+    kind = "md5" if len(digest) == 32 else "sha256"
+    if hashlib.new(kind, content, usedforsecurity=False).hexdigest() != digest:
+        raise BadInput(f"{path} is not the published file: its checksum is another. Remove it, or restore it.")
+    return content
+
+
+def published(name: str, mirror: str, file: str, sha256: str, *, download: bool = True) -> bytes:
+    """A file of a data set: from GERMLINE_DATA or what was kept of a download, else downloaded; always checked."""
+    for folder in places(name):
+        if (folder / file).is_file():
+            return checked(folder / file, sha256)
+    if not download:
+        raise Missing(f"{file} of {name} is not here: {GIVEN}.")
     try:
         with urllib.request.urlopen(mirror + file, timeout=60) as answer:
             content = bytes(answer.read())
     except (OSError, http.client.HTTPException) as error:
-        where = "put its files into a folder and name that with --data or GERMLINE_DATA"
-        raise BadInput(f"{file} of {name} could not be downloaded ({error}): {where}.") from error
+        raise BadInput(f"{file} of {name} could not be downloaded ({error}): {GIVEN}.") from error
     if hashlib.sha256(content).hexdigest() != sha256:
         raise BadInput(f"What {mirror} sent as {file} is not the published file: its checksum is another.")
     with suppress(OSError):  # where nothing can be kept it is downloaded again
+        kept = places(name)[-1] / file
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_bytes(content)
@@ -91,7 +187,7 @@ def published(name: str, mirror: str, file: str, sha256: str) -> bytes:
     return content
 
 
-def idx(content: bytes) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def idx(content: bytes) -> Bytes:
     """An array of bytes in the format of MNIST's files: dimensions in its fourth byte, then their sizes."""
     raw = gzip.decompress(content)
     sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)

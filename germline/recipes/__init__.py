@@ -14,12 +14,19 @@ from typing import Any
 
 from germline.errors import BadInput, unknown
 from germline.recipe import Recipe
+from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
 from germline.recipes.mnist import mnist_mlp
 from germline.strategies.settings import parse
 
 Maker = Callable[..., Recipe]
-RECIPES: dict[str, Maker] = {"digits": digits, "mnist-mlp": mnist_mlp}
+RECIPES: dict[str, Maker] = {
+    "digits": digits,
+    "mnist-mlp": mnist_mlp,
+    "mnist-3m": mnist_3m,
+    "cif-900k": cif_900k,
+    "cif-8m": cif_8m,
+}
 
 
 def address(name: str) -> str:

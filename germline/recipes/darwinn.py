@@ -1,0 +1,117 @@
+"""The networks of DarwiNN, which are those of Lenc et al.
+
+Malik et al., "DarwiNN: Efficient Distributed Neuroevolution under Communication Constraints", 2020. Lenc, Elsen,
+Schaul, Simonyan, "Non-Differentiable Supervised Learning with Evolution Strategies and Hybrid Methods", 2019. The
+layers are those of DarwiNN's own code, but for a ReLU after the hidden layer of ``mnist-3m``, which it leaves out.
+
+Nothing is downloaded: where the real data are not found, a recipe trains on synthetic images of the same shape.
+"""
+
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import nn
+
+from germline.data import GIVEN, Missing, Splits, cifar10, mnist, synthetic
+from germline.errors import BadInput
+from germline.recipe import Recipe, seeded
+from germline.strategies import SNES, Gradient, OpenAIES
+from germline.strategies.settings import check_choice
+
+Source = Literal["auto", "real", "synthetic"]
+Block = Callable[[int, int, int], Iterator[nn.Module]]  # of input channels, output channels and stride
+
+WIDTHS = (64, 64, 128, 128, 128, 256, 256, 256, 512, 512, 512)  # each that widens, but for the first, has a stride of 2
+
+
+class SyntheticData(UserWarning):
+    """A recipe trains on synthetic data, because the real ones were not found."""
+
+
+def mnist_3m(*, seed: int = 0, batch_size: int = 256, data: Source = "auto", examples: int | None = None) -> Recipe:
+    """MNIST by DarwiNN's net of 3,274,634 parameters: two convolutions of 5 x 5, a hidden layer of 1024."""
+    splits = splits_of("MNIST", (1, 28, 28), partial(mnist, download=False), data, examples)
+    return recipe_of(seeded(seed, two_convolutions), splits, batch_size)
+
+
+def cif_900k(*, seed: int = 0, batch_size: int = 128, data: Source = "auto", examples: int | None = None) -> Recipe:
+    """CIFAR-10 by DarwiNN's net of 895,973 parameters: eleven separable convolutions with batch norm."""
+    splits = splits_of("CIFAR-10", (3, 32, 32), cifar10, data, examples)
+    return recipe_of(seeded(seed, lambda: eleven_blocks(separable)), splits, batch_size)
+
+
+def cif_8m(*, seed: int = 0, batch_size: int = 128, data: Source = "auto", examples: int | None = None) -> Recipe:
+    """CIFAR-10 by DarwiNN's net of 7,790,794 parameters: eleven convolutions of 3 x 3 with batch norm."""
+    splits = splits_of("CIFAR-10", (3, 32, 32), cifar10, data, examples)
+    return recipe_of(seeded(seed, lambda: eleven_blocks(plain)), splits, batch_size)
+
+
+def two_convolutions() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 7 * 7, 1024), nn.ReLU(), nn.Linear(1024, 10)),
+    )
+
+
+def eleven_blocks(block: Block) -> nn.Module:
+    """Blocks of one kind from 32 x 32 pixels down to 4 x 4, whose mean is classified."""
+    layers: list[nn.Module] = []
+    for before, width in zip((3, *WIDTHS), WIDTHS, strict=False):
+        stride = 2 if layers and width > before else 1
+        layers += [*block(before, width, stride), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(WIDTHS[-1], 10))
+
+
+def plain(inputs: int, outputs: int, stride: int) -> Iterator[nn.Module]:
+    yield nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+
+
+def separable(inputs: int, outputs: int, stride: int) -> Iterator[nn.Module]:
+    yield nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False)
+    yield nn.Conv2d(inputs, outputs, 1, bias=False)
+
+
+def splits_of(
+    name: str, shape: tuple[int, int, int], real: Callable[[], Splits], source: Source, examples: int | None
+) -> Splits:
+    """The real images or synthetic ones, of this shape; ``examples`` is how many of each part at most."""
+    check_choice("data", source, typing.get_args(Source))
+    if examples is not None and examples < 1:
+        raise BadInput(f"The setting examples must be at least 1, or none for all of them, not {examples}.")
+    splits = found(name, shape, real, source)
+    splits = splits if examples is None else splits.first(examples)
+    return Splits(*((x.reshape(-1, *shape), y) for x, y in (splits.train, splits.dev, splits.test)))
+
+
+def found(name: str, shape: tuple[int, int, int], real: Callable[[], Splits], source: Source) -> Splits:
+    if source == "synthetic":
+        return synthetic(shape)
+    try:
+        return real()
+    except Missing:
+        if source == "real":
+            raise
+        message = f"{name} is not here, so this run is on synthetic images of its shape; for the real ones {GIVEN}."
+        warnings.warn(message, SyntheticData, stacklevel=2)
+        return synthetic(shape)
+
+
+def recipe_of(model: nn.Module, splits: Splits, batch_size: int) -> Recipe:
+    return Recipe(
+        model=model,
+        data=splits.train,
+        dev=splits.dev,
+        test=splits.test,
+        loss=F.cross_entropy,
+        strategy=OpenAIES(population=96, sigma=0.02, lr=0.004),
+        others={"snes": SNES(population=96, sigma=0.02), "gradient": Gradient(lr=0.001)},
+        batch_size=batch_size,
+        generations=3000,
+        evaluate_every=100,
+        snapshot_every=500,
+    )

@@ -1,0 +1,186 @@
+"""DarwiNN's networks have the published sizes, and train on the real data or on synthetic ones of the same shape."""
+
+import hashlib
+import lzma
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import germline as gl
+from germline import data, trainer
+from germline.data import CELL, Missing, Splits, cifar10, mnist, synthetic
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.genome import Genome
+from germline.recipes import make
+from germline.recipes.darwinn import SyntheticData, cif_900k, mnist_3m
+from germline.stopping import Stop
+
+SIZES = {"mnist-3m": 3_274_634, "cif-900k": 895_973, "cif-8m": 7_790_794}
+SHAPES = {"mnist-3m": (1, 28, 28), "cif-900k": (3, 32, 32), "cif-8m": (3, 32, 32)}
+every_net = pytest.mark.parametrize("name", SIZES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for data sets, with none in it and none kept elsewhere."""
+    monkeypatch.setenv("GERMLINE_DATA", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def parts_of(splits: Splits) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [splits.train, splits.dev, splits.test]
+
+
+@every_net
+def test_sizes_are_the_published_ones(name: str) -> None:
+    made = make(name, {"data": "synthetic", "examples": "3"}, seed=0)
+    assert Genome.of(made.model).size == SIZES[name]
+    assert made.data[0].shape == (3, *SHAPES[name])
+    assert made.model(made.data[0]).shape == (3, 10)
+
+
+@every_net
+def test_a_generation(name: str, tmp_path: Path) -> None:
+    made = make(name, {"data": "synthetic", "examples": "8", "batch_size": "4"}, seed=0)
+    made = replace(made, strategy=gl.OpenAIES(population=2), dtype="float32")
+    training = trainer.start(made, tmp_path / "run", seed=0, fleet=Local("cpu"), about={})
+    summary = trainer.run(training, Stop(generations=1))
+    assert np.isfinite([training.history[0]["mean"], summary["metrics"]["test_loss"]]).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
+def test_synthetic_images_are_the_same_everywhere(shape: tuple[int, int, int]) -> None:
+    once, again = (parts_of(synthetic(shape)) for _ in range(2))
+    for (x, y), (same_x, same_y) in zip(once, again, strict=True):
+        assert torch.equal(x, same_x)
+        assert torch.equal(y, same_y)
+        assert x.shape[1:] == shape
+        assert torch.bincount(y).tolist() == [len(y) // 10] * 10
+        assert abs(float(x.mean())) < 0.05
+        assert abs(float(x.std()) - 1) < 0.05
+
+
+def test_synthetic_images_do_not_change_with_the_version() -> None:
+    x, _ = synthetic((1, 28, 28)).train
+    assert (x[0, 0, 0] * 8**0.5).round().tolist()[:8] == [3, 0, 5, 0, -4, 0, -1, 3]
+
+
+def test_synthetic_images_show_their_class_and_no_two_are_alike() -> None:
+    splits = synthetic((3, 32, 32))
+    (x, y), (seen, answers) = splits.train, splits.test
+    means = torch.stack([x[y == label].mean(0) for label in range(10)])
+    nearest = torch.cdist(seen.flatten(1), means.flatten(1)).argmin(1)
+    assert torch.equal(nearest, answers)
+    assert len(torch.unique(torch.cat([x, seen])[:, 0, :CELL].flatten(1), dim=0)) == len(x) + len(seen)
+
+
+@every_net
+def test_it_is_said_that_data_are_synthetic(name: str, folder: Path) -> None:
+    with pytest.warns(SyntheticData, match="synthetic.*GERMLINE_DATA") as said:
+        make(name, {"examples": "2"}, seed=0)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(name, {"examples": "2", "data": "synthetic"}, seed=0)
+
+
+@every_net
+def test_without_the_real_data_it_is_said_what_to_do(name: str, folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"is not here: put its files.*GERMLINE_DATA"):
+        make(name, {"data": "real"}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"data": "imaginary"}, "no data 'imaginary': .*auto, real, synthetic"),
+        ({"examples": 0}, "at least 1, or none"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadInput, match=sentence):
+        mnist_3m(**settings)
+
+
+def test_a_recipe_downloads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "MNIST_MIRROR", "nowhere://")
+    with pytest.raises(Missing, match="train-images"):
+        mnist(download=False)
+
+
+def records(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Pictures of one colour: that of record i is i in red, 2 i in green and 3 i in blue, and its label is i % 10."""
+    i = np.arange(count, dtype=np.uint8)
+    pixels = np.repeat(np.stack([i, 2 * i, 3 * i], 1), 32 * 32, axis=1)
+    return np.concatenate([i[:, None] % 10, pixels], axis=1)
+
+
+def put_binary_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(parents=True)
+    for number, file in enumerate(data.CIFAR10):
+        content = records(50)[number * 10 : number * 10 + 10] if file != "test_batch.bin" else records(7)
+        (folder / file).write_bytes(content.tobytes())
+        monkeypatch.setitem(data.CIFAR10, file, hashlib.md5(content.tobytes()).hexdigest())
+
+
+def put_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, count in (("train_5000.bin.xz", 50), ("test_1000.bin.xz", 7)):
+        content = lzma.compress(records(count).tobytes())
+        (folder / file).write_bytes(content)
+        monkeypatch.setitem(data.CIFAR10_PART, file, hashlib.sha256(content).hexdigest())
+
+
+@pytest.mark.parametrize(
+    ("put", "where"),
+    [
+        (put_binary_version, "cifar-10-batches-bin"),
+        (put_binary_version, "cifar10/cifar-10-batches-bin"),
+        (put_binary_version, "cifar10"),
+        (put_binary_version, "cache/germline/cifar10"),
+        (put_part, "cifar10"),
+        (put_part, "."),
+    ],
+)
+def test_cifar10_is_read_from_its_files(put: Any, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(folder / where, monkeypatch)
+    splits = cifar10()
+    assert [len(y) for _, y in parts_of(splits)] == [45, 5, 7]
+    deviation, mean = torch.tensor(data.CIFAR10_DEVIATION), torch.tensor(data.CIFAR10_MEAN)
+    seen = []
+    for x, y in parts_of(splits)[:2]:
+        assert (x.shape[1:], x.dtype, y.dtype) == ((3, 32, 32), torch.float32, torch.int64)
+        colours = ((x.mean((2, 3)) * deviation + mean) * 255).round().int()
+        assert torch.equal(x.amax((2, 3)), x.amin((2, 3)))
+        assert torch.equal(colours, colours[:, :1] * torch.tensor([1, 2, 3]))
+        assert torch.equal(colours[:, 0] % 10, y)
+        seen += colours[:, 0].tolist()
+    assert sorted(seen) == list(range(50))
+    assert splits.test[1].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_recipe_takes_the_real_data_where_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_part(folder / "cifar10", monkeypatch)
+    made = cif_900k(examples=6)
+    assert [len(part[1]) for part in (made.data, made.dev, made.test)] == [6, 5, 6]
+
+
+def test_another_file_than_the_published_one_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_binary_version(folder / "cifar10", monkeypatch)
+    (folder / "cifar10" / "data_batch_3.bin").write_bytes(b"cut off")
+    with pytest.raises(BadInput, match=r"data_batch_3\.bin is not the published file"):
+        cif_900k()
+
+
+def test_a_file_that_is_missing_makes_the_set_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_binary_version(folder / "cifar10", monkeypatch)
+    (folder / "cifar10" / "data_batch_3.bin").unlink()
+    with pytest.raises(Missing, match=r"data_batch_3\.bin"):
+        cifar10()
