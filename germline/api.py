@@ -1,6 +1,7 @@
 """The two calls of the Python interface: ``train`` for a whole run, ``Search`` for one's own loop."""
 
 import dataclasses
+import hashlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from germline import trainer
+from germline import noise, trainer
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
+from germline.genome import theta_sha256
 from germline.header import revive, settings_of
 from germline.journal import Journal
-from germline.objective import Batch, Metric, objective_of, tensors_in
+from germline.objective import Batch, Metric, bytes_of, objective_of, tensors_in
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipe import Recipe
 from germline.run import Row, Run
@@ -113,18 +115,29 @@ def train(
         if resume is not None:
             if run is not None:
                 raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
-            training = trainer.resume(recipe, Journal.open(Path(resume)), fleet)
+            if not fleet.elect((Path(resume) / "journal.sqlite").is_file()) and fleet.size > 1:
+                raise BadInput(f"No process of the fleet has the run {resume}.")
+            training = trainer.resume(recipe, Journal.open(Path(resume)) if fleet.keeper else None, fleet)
         else:
             path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-            training = trainer.start(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
+            training = trainer.begin(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
         try:
             summary = trainer.run(training, stop, callbacks)
         finally:
-            training.journal.close()
+            if training.journal is not None:
+                training.journal.close()
     model.load_state_dict(training.model().state_dict())
     if training.interrupted:
-        raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.journal.path)!r}")
-    return Result(model, training.history, training.journal.path, summary)
+        raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.path)!r}")
+    return Result(model, training.history, training.path, summary)
+
+
+def batch_sha256(batch: Batch | None) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors_in([batch.args, batch.kwargs, batch.target]) if batch is not None else ():
+        digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
 
 
 def free_directory(runs: Path, name: str) -> Path:
@@ -167,6 +180,7 @@ class Search:
             self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed, None, dtype, dropout)
         self._batch: Batch | None = None
         self._shapes: Any = ()  # of the inputs that were last tried
+        self._joined = False
         self.generation = 0
 
     def step(self, *batch: Any) -> NDArray[np.float32]:
@@ -186,13 +200,30 @@ class Search:
         if shapes != self._shapes:
             core.try_out(self._batch)
             self._shapes = shapes
+        first, self._joined = not self._joined, True
+        if first:
+            self._join()
+        core.fleet.begin(0.0, False, batch_sha256(self._batch) if core.fleet.size > 1 else "")
         if getattr(core.strategy, "sigma", None) == "auto":
             chosen = core.probe(self._batch).values["sigma"]
             core.strategy = dataclasses.replace(core.strategy, sigma=chosen)  # type: ignore[type-var]
+        if first:
+            core.divide()
         told = core.evaluate(self.generation, self._batch)
-        core.tell(told)
+        core.advance(told)
         self.generation += 1
         return told.scores
+
+    def _join(self) -> None:
+        """Before the first generation: makes sure that all processes of a fleet are about the same search."""
+        core = self._core
+        trainer.share_weights(core)
+        core.prepare(self._batch)
+        core.adopt(Plan(**core.fleet.told(dataclasses.asdict(core.settled))))
+        facts: dict[str, Any] = {"noise on its device": noise.proof(core.device), "model": core.genome.fingerprint}
+        facts |= {"strategy": [core.strategy.name, settings_of(core.strategy), core.seed]}
+        facts |= {"initial weights": theta_sha256(core.state.theta), "generation": self.generation}
+        core.fleet.join(lambda: facts)
 
     @property
     def model(self) -> nn.Module:
@@ -204,9 +235,12 @@ class Search:
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a search needs to go on: plain values and tensors, for ``torch.save``."""
+        """Everything that a search needs to go on: plain values and tensors, for ``torch.save``.
+
+        In a fleet all processes must ask for it, and all get it.
+        """
         core = self._core
-        tree, tensors = pack(core.state)
+        tree, tensors = pack(core.fleet.whole(core.strategy, core.state))
         settings = settings_of(core.strategy)
         about: dict[str, Any] = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed}
         about |= {"evaluation": dataclasses.asdict(core.plan) if core.plan is not None else None}
@@ -223,4 +257,4 @@ class Search:
         fresh = Core(self._module, strategy, core.objective, core.fleet, state["seed"], plan, core.dtype, core.dropout)
         tensors = {name: tensor.to(fresh.device) for name, tensor in state["tensors"].items()}
         fresh.state = unpack(fresh.state, state["tree"], tensors)
-        self._core, self.generation = fresh, state["generation"]
+        self._core, self.generation, self._joined = fresh, state["generation"], False

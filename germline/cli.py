@@ -9,7 +9,7 @@ import shlex
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,8 +19,8 @@ from rich.table import Table
 
 from germline import trainer
 from germline.api import free_directory
-from germline.errors import BadInput, unknown
-from germline.fleet import Local
+from germline.errors import BadInput, Lost, unknown
+from germline.fleet import SPMD, TIMEOUT, Exchange, Local, launched
 from germline.genome import theta_sha256
 from germline.journal import Journal
 from germline.noise import whole_number
@@ -38,6 +38,7 @@ from germline.strategies import STRATEGIES, strategy_class
 from germline.strategies.settings import parse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+RESTARTS = 10  # of processes that were launched here
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -51,6 +52,9 @@ def command(function: F) -> F:
         except BadInput as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
+        except Lost as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("interrupted; every finished generation is on disk", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -66,7 +70,10 @@ Rank = Annotated[str | None, typer.Option(help="rank of the noise of matrices, o
 Seed = Annotated[int, typer.Option(help="of everything that is drawn")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
 DTypeName = Annotated[str, typer.Option("--dtype", help="of the members' arithmetic: auto, float32 or bfloat16")]
-Workers = Annotated[int | None, typer.Option(help="threads that share the members on a CPU")]
+Workers = Annotated[int | None, typer.Option(help="threads that share the members; of a fleet, processes here")]
+FleetName = Annotated[str, typer.Option("--fleet", help="local or spmd (by torchrun, srun, mpirun or --workers)")]
+ExchangeName = Annotated[str, typer.Option("--exchange", help="of spmd: auto, replay, chromosome, semi or central")]
+Timeout = Annotated[float, typer.Option(help="of spmd: seconds until a silent process is given up")]
 DataDir = Annotated[Path | None, typer.Option("--data", help="where data sets lie, else GERMLINE_DATA")]
 Runs = Annotated[Path, typer.Option(help="where runs are kept")]
 Name = Annotated[str | None, typer.Option(help="of the run's directory")]
@@ -88,7 +95,10 @@ def train(
     seed: Seed = 0,
     device: Device = "auto",
     dtype: DTypeName = "auto",
+    fleet: FleetName = "local",
     workers: Workers = None,
+    exchange: ExchangeName = "auto",
+    timeout: Timeout = TIMEOUT,
     data: DataDir = None,
     runs: Runs = Path("runs"),
     name: Name = None,
@@ -111,18 +121,20 @@ def train(
     limit = made.generations if generations is None and seconds is None else generations
     stop = Stop(limit, seconds, Target.of(target))
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
-    fleet = Local(device, workers)
+    chosen = fleet_of(fleet, device, workers, exchange, timeout)
+    if baseline and fleet != "local":
+        raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
 
     def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Run:
         about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
-        return trainer.start(made, path, seed=seed, fleet=fleet, about=about, stop=stop)
+        return trainer.begin(made, path, seed=seed, fleet=chosen, about=about, stop=stop)
 
     if not baseline:
         finish(begin(made, path, stop, command_line()), stop, as_json=json_)
         return
     other = with_strategy(make(recipe, of_recipe, seed), "gradient", {})
     beside = path.with_name(path.name + "-backprop")
-    refuse_baseline(other, beside, fleet)
+    refuse_baseline(other, beside, chosen)
     summary = finish(begin(made, path, stop, command_line()), stop, as_json=False)
     same_time = Stop(seconds=summary["seconds"])
     repeat = f"germline train {shlex.quote(recipe)} --strategy gradient --seconds {summary['seconds']} --seed {seed}"
@@ -145,7 +157,10 @@ def resume(
     device: Annotated[
         str | None, typer.Option(help="auto, cpu, cuda, cuda:N or mps; that of the run if not given")
     ] = None,
+    fleet: FleetName = "local",
     workers: Workers = None,
+    exchange: ExchangeName = "auto",
+    timeout: Timeout = TIMEOUT,
     data: DataDir = None,
     json_: AsJson = False,
     generations: Generations = None,
@@ -155,11 +170,17 @@ def resume(
     """Go on where a run stopped."""
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
-    journal = Journal.open(run)
-    training = trainer.resume(recipe_of(journal), journal, Local(device or journal.header["device"], workers))
+    here = (run / "journal.sqlite").is_file()
+    usual = Journal.open(run, read_only=True).header["device"] if here else "auto"
+    chosen = fleet_of(fleet, device or usual, workers, exchange, timeout)
+    if not chosen.elect(here):
+        Journal.open(run)  # says what is missing
+    journal = Journal.open(run) if chosen.keeper else None
+    header = chosen.told(dict(journal.header) if journal is not None else {})
+    training = trainer.resume(recipe_of(header, run), journal, chosen)
     stop = Stop(generations, seconds, Target.of(target))
     if stop == Stop():
-        said = journal.header["stop"]
+        said = header["stop"]
         goal = Target(**said["target"]) if said.get("target") else None
         stop = Stop(said.get("generations"), said.get("seconds"), goal)
     finish(training, stop, as_json=json_)
@@ -248,19 +269,23 @@ def doctor(json_: AsJson = False) -> None:
 
 def finish(training: Run, stop: Stop, *, as_json: bool, quiet: bool = False) -> dict[str, Any]:
     """Runs a training to its end, with progress, and says what came of it."""
-    path = training.journal.path
-    with Progress(stop).shown() as progress:
-        summary = trainer.run(training, stop, [progress])
-    write_curves(training.history, path / "curves.csv")
-    training.journal.close()
-    write_report([path], path / "report.html")
-    if summary["stopped_by"] == "interrupt":
+    path, first = training.path, training.core.fleet.rank == 0
+    if first:
+        with Progress(stop).shown() as progress:
+            summary = trainer.run(training, stop, [progress])
+    else:
+        summary = trainer.run(training, stop)
+    if training.journal is not None:
+        write_curves(training.history, path / "curves.csv")
+        training.journal.close()
+        write_report([path], path / "report.html")
+    if summary["stopped_by"] == "interrupt" and first:
         print(
             f"interrupted after generation {training.generation}; go on with: germline resume {path}", file=sys.stderr
         )
-    if as_json:
+    if as_json and first:
         print(json.dumps(summary))
-    elif not quiet:
+    elif not quiet and first:
         told = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in summary["metrics"].items())
         print(f"{summary['generations']} generations in {summary['seconds']:.1f} s  {told}")
         print(f"run: {path}\nreport: {path / 'report.html'}")
@@ -306,11 +331,31 @@ def refuse_baseline(recipe: Recipe, path: Path, fleet: Local) -> None:
     core.differentiate(0, batch, {})
 
 
-def recipe_of(journal: Journal) -> Recipe:
-    header = journal.header
+def fleet_of(name: str, device: str, workers: int | None, exchange: str, timeout: float) -> Local:
+    """The fleet that was asked for; processes that nobody has launched are launched here."""
+    if name == "local":
+        return Local(device, workers)
+    if name != "spmd":
+        raise unknown("fleet", name, ("local", "spmd"))
+    fleet = SPMD(typing.cast(Exchange, exchange), device=device, timeout=timeout)
+    if fleet.launched.by == "nobody" and workers is not None and workers > 1:
+        launch_here(workers)
+    return fleet
+
+
+def launch_here(processes: int) -> None:
+    """Becomes torchrun, which runs this command in so many processes and starts them again if one dies."""
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    arguments = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "germline", *sys.argv[1:]]
+    os.execve(sys.executable, command, environment)
+
+
+def recipe_of(header: Mapping[str, Any], path: Path) -> Recipe:
     if header["recipe"] is None:
-        message = f"{journal.path} was begun in Python, not by a recipe: go on there, with "
-        raise BadInput(message + f"gl.train(..., resume={str(journal.path)!r}).")
+        message = f"{path} was begun in Python, not by a recipe: go on there, with "
+        raise BadInput(message + f"gl.train(..., resume={str(path)!r}).")
     recipe = make(header["recipe"], header["recipe_settings"], header["seed"])
     strategy = recipe.strategy if recipe.strategy.name == header["strategy"] else recipe.others.get(header["strategy"])
     return dataclasses.replace(recipe, strategy=strategy or strategy_class(header["strategy"])())
@@ -321,9 +366,9 @@ def run_of(run: Path) -> Run:
     journal = Journal.open(run, read_only=True)
     header = journal.header
     if strategy_class(header["strategy"]).needs_gradient:
-        return trainer.rebuild(recipe_of(journal), journal, Local(header["device"]))
+        return trainer.rebuild(recipe_of(header, run), journal, Local(header["device"]))
     functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
-    return reopen(journal, recipe_of(journal).strategy if functions else None)
+    return reopen(journal, recipe_of(header, run).strategy if functions else None)
 
 
 def command_line() -> str:
@@ -331,7 +376,9 @@ def command_line() -> str:
 
 
 def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
-    """What the library has to say, as a sentence; other libraries' warnings as they are."""
+    """What the library has to say, as a sentence, once in a fleet; other libraries' warnings as they are."""
+    if launched().rank:
+        return
     print(f"note: {message}" if issubclass(category, SlowPath) else f"{category.__name__}: {message}", file=sys.stderr)
 
 

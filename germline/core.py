@@ -78,6 +78,7 @@ class Core:
             theta = self.genome.read(self.module, self.device)
         else:
             theta = torch.zeros(self.genome.size, dtype=self.genome.dtype, device=self.device)
+        self.strategy = self.fleet.adapted(self.strategy)
         if hasattr(self.strategy, "resolved"):  # constants that depend on the number of parameters
             self.strategy = self.strategy.resolved(self.genome.size)
         self.noise = self.strategy.field(self.seed, self.genome)
@@ -95,6 +96,11 @@ class Core:
             self.evaluator = self._make(self.plan)
         return self.evaluator
 
+    @property
+    def settled(self) -> Plan:
+        assert self.plan is not None
+        return self.plan
+
     def _make(self, plan: Plan) -> Evaluator:
         assert self.module is not None
         return Evaluator.of(self.module, self.genome, self.objective, self.device, plan)
@@ -111,7 +117,12 @@ class Core:
         copies = 1 if candidates.shared else OFFSPRING
         with one_thread_each(), exact_arithmetic(self.device):
             size = block_size(
-                self.strategy.population, self.genome, prepared(self.module).to(self.device), batch, copies
+                self.strategy.population,
+                self.genome,
+                prepared(self.module).to(self.device),
+                batch,
+                copies,
+                cards=self.fleet.size,
             )
             settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
             settled = in_type(self._make, settled, self.dtype, candidates, batch)
@@ -135,10 +146,14 @@ class Core:
         begun, self.under_way = self.under_way, None
         try:
             if begun is not None and begun.fits(self, generation, batch, values):
-                scores = begun.scores.cpu().numpy()
+                scores = begun.scores.cpu().numpy()[:population]
             else:
                 scores = self.fleet.evaluate(evaluator, candidates, population, batch)
-            if batch is not None and generation % CHECK_EVERY == 1 and not self._confirmed(candidates, batch, scores):
+            if (
+                batch is not None
+                and generation % CHECK_EVERY == 1
+                and not self.fleet.all(self._confirmed(candidates, batch, scores))
+            ):
                 if plan.dtype == "bfloat16":
                     slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
                 else:
@@ -158,7 +173,8 @@ class Core:
     @property
     def goes_ahead(self) -> bool:
         """Whether a card could evaluate the next generation while this process does something else."""
-        return self.evaluator is not None and any(r.trusted for r in self.evaluator.recordings.values())
+        alone = self.fleet.size == 1 and self.evaluator is not None
+        return alone and any(r.trusted for r in self.evaluator.recordings.values())  # type: ignore[union-attr]
 
     def begin(self, generation: int, batch: Batch | None) -> None:
         """Has a card begin a generation by itself, for ``evaluate`` to find; where it cannot, nothing is done."""
@@ -209,7 +225,18 @@ class Core:
         return Told(generation, scores, values, gradient)
 
     def tell(self, told: Told) -> None:
+        """Folds a generation into a whole State."""
         self.state = self.strategy.tell(self.state, told, self.noise, maximize=self.objective.maximize)
+
+    def advance(self, told: Told) -> None:
+        """The same by the whole fleet, each with its part of the State."""
+        maximize = self.objective.maximize
+        self.state = self.fleet.advance(self.strategy, self.state, told, self.noise, maximize=maximize)
+
+    def divide(self) -> None:
+        """Leaves of a whole State what this process needs."""
+        maximize = self.objective.maximize
+        self.state = self.fleet.divide(self.strategy, self.state, self.noise, maximize=maximize)
 
     def probe(self, batch: Batch | None) -> Told:
         """Chooses sigma: the one for which two halves of a population agree best on where to go."""

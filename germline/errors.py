@@ -1,4 +1,4 @@
-"""The one exception that is addressed to a person."""
+"""The exceptions that are addressed to a person."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -14,6 +14,10 @@ class BadInput(ValueError):
     ...     print(error)
     The population must be an even number of at least 2, not 7.
     """
+
+
+class Lost(RuntimeError):
+    """The other processes of a fleet are gone: this one ends, and whoever launched it may start all of them again."""
 
 
 def unknown(what: str, name: str, names: Iterable[str]) -> BadInput:

@@ -33,6 +33,7 @@ WORD = 1 << 32
 PARAMETERS = 8 * WORD  # a 32-bit block number addresses 8 halves
 SIGNIFICANT = 20  # bits of sigma: sigma * eps is then exact in float32, and contraction harmless
 SCRATCH = 1 << 22  # elements of low-rank factors that are held at once
+PROVEN = (777, 777 + 5000)  # the slice that proves a device
 RECORDINGS = 8  # sums that cards have recorded
 recordings: OrderedDict[Any, Recorded] = OrderedDict()
 
@@ -207,6 +208,13 @@ class Field:
         """One integer of the field, in standard deviations of the noise."""
         variance = VALUES[self.kind].variance
         return 1 / math.sqrt(variance) if matrix is None else 1 / (variance * math.sqrt(matrix.rank))
+
+    def in_units(self, sums: torch.Tensor, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        """Exact sums of integers of the field, in standard deviations of the noise: rounded once, multiplied once."""
+        out = sums.to(dtype)
+        for low, high, matrix in self.pieces(*span):
+            out[low - span[0] : high - span[0]] *= rounded(self.unit(matrix), dtype)
+        return out
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, Matrix | None]]:
         """start:stop cut at the matrices: (low, high, the matrix they lie in, or None where the noise is dense)."""
@@ -438,14 +446,30 @@ class Noise:
             return self._recorded_sum(folded, span, dtype)
         return self._sum_of_pieces(folded, span, dtype)
 
-    def _sum_of_pieces(self, folded: Folded, span: Span, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(span[1] - span[0], dtype=dtype, device=self.device)
+    def exact_sum(self, weights: Weights, span: Span) -> torch.Tensor:
+        """The integers behind ``weighted_sum``, for sums that are added up before they are rounded: see ``in_units``.
+
+        They are int32 where no sum can leave it, else float64.
+        """
+        folded = self._fold(weights, 1)
+        pieces = [(low - span[0], high - span[0], total) for low, high, _, total in self._totals(folded, span)]
+        narrow = all(total.dtype == torch.int32 for _, _, total in pieces)
+        out = torch.empty(span[1] - span[0], dtype=torch.int32 if narrow else torch.float64, device=self.device)
+        for low, high, total in pieces:
+            out[low:high] = total
+        return out
+
+    def _totals(self, folded: Folded, span: Span) -> Iterator[tuple[int, int, Matrix | None, torch.Tensor]]:
         for low, high, matrix in self.field.pieces(*span):
             if matrix is None:
-                total = self.accumulate(folded, (low, high))
+                yield low, high, None, self.accumulate(folded, (low, high))
             else:
                 rows, skip = rows_of(matrix, low, high)
-                total = self.accumulate_low_rank(folded, matrix, rows).view(-1)[skip : skip + high - low]
+                yield low, high, matrix, self.accumulate_low_rank(folded, matrix, rows).view(-1)[skip:][: high - low]
+
+    def _sum_of_pieces(self, folded: Folded, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(span[1] - span[0], dtype=dtype, device=self.device)
+        for low, high, matrix, total in self._totals(folded, span):
             part = total.to(dtype) * rounded(self.field.unit(matrix), dtype)
             out[low - span[0] : high - span[0]] = part.to(self.device)
         return out
@@ -514,6 +538,12 @@ class Noise:
         if not 0 <= start <= stop <= PARAMETERS:
             raise BadInput(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
         return Address(self.field.seed, int(stream), self.generation, on(addresses, place), start)
+
+
+def proof(device: torch.device | str) -> str:
+    """A hash of a slice of the field as a device makes it: the same on every device."""
+    far = Field(0xF123456789ABCDEF).members([5, WORD - 1], WORD - 1, device)
+    return hashlib.sha256(far.integers(PROVEN).cpu().numpy().tobytes()).hexdigest()
 
 
 def without_zeros(folded: Folded) -> Folded:

@@ -23,12 +23,12 @@ def reopen(journal: Journal, given: AnyStrategy | None = None) -> Run:
     nothing = Objective(lambda model: float("nan"), header["maximize"], of_model=True)
     genome = Genome.from_description(header["layout"])
     core = Core(None, revive(header, given, replayed=True), nothing, Local("cpu"), header["seed"], genome=genome)
-    return Run(core, None, journal, {}, None)
+    return Run(core, None, journal, journal.path, {}, None)
 
 
 def replay(training: Run, until: int | None = None, *, from_start: bool = False) -> None:
     """Folds the journal's records into the State: from the latest snapshot, or all of them."""
-    core, journal = training.core, training.journal
+    core, journal = training.core, training.kept
     records = list(journal.records())
     if records and records[0].told.generation == PROBE:
         settle(training, records.pop(0))
@@ -76,7 +76,7 @@ def settle(training: Run, record: Record) -> None:
 
 def verify(training: Run) -> dict[str, Any]:
     """Replays everything from the beginning and compares every hash and every snapshot on the way."""
-    journal, core = training.journal, training.core
+    journal, core = training.kept, training.core
     template, snapshots, checked = core.state, journal.snapshots(), 0
     replay(training, until=0, from_start=True)
     for record in journal.records():

@@ -34,7 +34,8 @@ class Run:
 
     core: Core
     recipe: Recipe | None  # none where the journal is only replayed
-    journal: Journal
+    journal: Journal | None  # none in a process of a fleet that does not keep it
+    path: Path  # of the run
     splits: dict[str, Data]
     batches: Batches | None
     generation: int = 0
@@ -52,28 +53,42 @@ class Run:
         """One generation; when this returns it is on disk."""
         assert self.recipe is not None
         began = time.perf_counter()
-        core, generation = self.core, self.generation
+        core, generation, fleet = self.core, self.generation, self.core.fleet
+        fleet.begin(self.seconds, self.interrupted)
         batch = self.batch(generation) if self.ahead is None else self.ahead
         core.prepare(batch)
         plan = core.plan
         told, before = core.evaluate(generation, batch), core.state
-        core.tell(told)
+        core.advance(told)
         self.generation += 1
         self.look_ahead()
         looked_at = self.generation % self.recipe.evaluate_every == 0
-        metrics = self.measure(batch) if looked_at else {}
-        diagnostics = core.diagnose(told, before) if looked_at else {}
+        metrics = fleet.told(self.measure(batch) if fleet.keeper else {}) if looked_at else {}
+        diagnostics = core.diagnose(told, before) if looked_at and fleet.keeper else {}
         seconds = time.perf_counter() - began
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
         samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
-        side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": [0, 0]}
+        side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": fleet.traffic()}
         side |= {"metrics": metrics} if metrics else {}
         side |= {"diagnostics": diagnostics} if diagnostics else {}
         side |= {"evaluation": asdict(core.plan)} if core.plan is not None and core.plan != plan else {}
-        self.journal.append(told, digest, side)
+        if self.journal is not None:
+            self.journal.append(told, digest, side)
         if self.generation % self.recipe.snapshot_every == 0:
-            self.journal.save(core.state, self.generation)
+            self.save()
         return self.note(Record(told, digest, side))
+
+    @property
+    def kept(self) -> Journal:
+        """The journal, in the process that keeps it."""
+        assert self.journal is not None
+        return self.journal
+
+    def save(self) -> None:
+        """A snapshot, to which every process gives what it has of the State."""
+        state = self.core.fleet.whole(self.core.strategy, self.core.state)
+        if self.journal is not None:
+            self.journal.save(state, self.generation)
 
     def look_ahead(self) -> None:
         """Has a card begin the next generation, if there will be one, while this one is written to disk."""
@@ -127,14 +142,18 @@ class Run:
     def finish(self, stopped_by: str) -> dict[str, Any]:
         """What the run came to; with the final snapshot and the exported model on disk."""
         core = self.core
-        self.journal.save(core.state, self.generation)
+        self.save()
+        return core.fleet.told(self.concluded(stopped_by) if self.journal is not None else {})
+
+    def concluded(self, stopped_by: str) -> dict[str, Any]:
+        core = self.core
         self.measured = ("train", "dev", "test") if not core.objective.of_model else ("dev", "test")
         self.metrics |= self.measure(self.batch(max(self.generation - 1, 0)))
-        export(self.model(), self.journal.path / "model.safetensors")
+        export(self.model(), self.path / "model.safetensors")
         on_gpu = core.device.type == "cuda"
         summary = {
-            "run": str(self.journal.path),
-            "recipe": self.journal.header["recipe"],
+            "run": str(self.path),
+            "recipe": self.kept.header["recipe"],
             "strategy": core.strategy.name,
             "generations": self.generation,
             "evaluations": self.generation * core.strategy.population,
@@ -147,7 +166,7 @@ class Run:
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak_memory(),
             "stopped_by": stopped_by,
         }
-        self.journal.conclude(summary)
+        self.kept.conclude(summary)
         return summary
 
 

@@ -4,7 +4,7 @@ Scores are float32 before anything else. NaN and infinities are worst, whatever 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,9 +18,26 @@ CLIP = 8 * ONE
 
 def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDArray[np.int64] | None:
     """One integer per member, or None where no score is finite and a generation has nothing to say."""
-    if not np.isfinite(single(scores)).any():
+    if not finite(scores):
         return None
     return ranks(scores, maximize=maximize) if shaping == "ranks" else zscores(scores, maximize=maximize)
+
+
+def in_shards(
+    scores: NDArray[Any], shards: int, weigh: Callable[[NDArray[Any]], NDArray[np.int64] | None]
+) -> NDArray[np.int64] | None:
+    """The utilities of equal parts of a population, each by itself; a part that has nothing to say has none but 0."""
+    parts = np.split(np.asarray(scores), shards)
+    found = [weigh(part) for part in parts]
+    if all(weights is None for weights in found):
+        return None
+    silent = np.zeros(parts[0].size, np.int64)
+    return np.concatenate([silent if weights is None else weights for weights in found])
+
+
+def finite(scores: NDArray[Any]) -> bool:
+    """Whether any of them says something."""
+    return bool(np.isfinite(single(scores)).any())
 
 
 def unit(shaping: Shaping, population: int) -> float:
@@ -79,9 +96,9 @@ def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     [-1.0, 1.0, -8.0]
     """
     key = goodness(scores, maximize)
-    finite = [float(k) for k in key if k > -np.inf]
-    mean = math.fsum(finite) / len(finite)
-    deviation = math.sqrt(math.fsum((k - mean) ** 2 for k in finite) / len(finite))
+    known = [float(k) for k in key if k > -np.inf]
+    mean = math.fsum(known) / len(known)
+    deviation = math.sqrt(math.fsum((k - mean) ** 2 for k in known) / len(known))
     if deviation == 0:
         return np.where(key > -np.inf, 0, -CLIP).astype(np.int64)
     fixed = [max(-CLIP, min(CLIP, round((float(k) - mean) / deviation * ONE))) if k > -np.inf else -CLIP for k in key]
@@ -98,8 +115,8 @@ def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
 
 def mean_of_scores(good: NDArray[np.float32]) -> float:
     """Of the finite ones, whatever their order."""
-    finite = good[np.isfinite(good)].tolist()
-    return math.fsum(finite) / len(finite)
+    known = good[np.isfinite(good)].tolist()
+    return math.fsum(known) / len(known)
 
 
 def single(scores: NDArray[Any]) -> NDArray[np.float32]:

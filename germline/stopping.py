@@ -68,6 +68,7 @@ class Stop:
             return "target"
         if self.generations is not None and training.generation >= self.generations:
             return "generations"
-        if self.seconds is not None and training.seconds >= self.seconds:
+        seconds, interrupted = training.core.fleet.heard(training.seconds, training.interrupted)
+        if self.seconds is not None and seconds >= self.seconds:
             return "seconds"
-        return "interrupt" if training.interrupted else None
+        return "interrupt" if interrupted else None

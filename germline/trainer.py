@@ -4,11 +4,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from germline import noise
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
@@ -21,6 +22,8 @@ from germline.recipe import Recipe
 from germline.replay import replay, settle
 from germline.run import Row, Run
 from germline.stopping import Stop
+
+TWICE = 0.5  # seconds between one Ctrl-C and the next: launchers pass on the one that a terminal has sent already
 
 
 def run(training: Run, stop: Stop, callbacks: Sequence[Callable[[Run, Row], None]] = ()) -> dict[str, Any]:
@@ -43,10 +46,14 @@ def interruptible(training: Run) -> Iterator[None]:
         yield
         return
 
+    began = float("inf")
+
     def interrupt(number: int, frame: Any) -> None:
-        if training.interrupted:
+        nonlocal began
+        if time.monotonic() - began > TWICE:
             raise KeyboardInterrupt
-        training.interrupted = True
+        if not training.interrupted:
+            training.interrupted, began = True, time.monotonic()
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -55,18 +62,74 @@ def interruptible(training: Run) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def begin(
+    recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any], stop: Stop | None = None
+) -> Run:
+    """A new run; or, where the launcher of this process has started it again, the run that it began before."""
+    earlier = begun_by(fleet.launch, path.parent)
+    if not fleet.elect(earlier is not None):
+        return start(recipe, path, seed=seed, fleet=fleet, about=about, stop=stop)
+    return resume(recipe, Journal.open(earlier) if earlier is not None and fleet.keeper else None, fleet)
+
+
+def begun_by(launch: str | None, runs: Path) -> Path | None:
+    """The run in a directory that a launch has begun."""
+    if launch is None:
+        return None
+    for file in runs.glob("*/journal.sqlite"):
+        with suppress(BadInput):
+            journal = Journal.open(file.parent, read_only=True)
+            journal.close()
+            if journal.header.get("launch") == launch:
+                return file.parent
+    return None
+
+
 def start(
     recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any], stop: Stop | None = None
 ) -> Run:
     """A new run, with generation 0 on disk; nothing is written before everything has been tried."""
-    core, splits, batches, batch = set_up(recipe, fleet, seed)
     stop = stop or Stop()
-    stop.check(core.objective, splits)
-    core.prepare(batch)
+
+    def tried() -> tuple[Core, dict[str, Data], Batches | None]:
+        core, splits, batches, batch = set_up(recipe, fleet, seed)
+        stop.check(core.objective, splits)
+        core.prepare(batch)
+        return core, splits, batches
+
+    core, splits, batches = fleet.together(tried)
+    share_weights(core)
+    core.adopt(Plan(**fleet.told(asdict(core.settled))))
     header = header_of(core, splits, batches, {**about, "stop": asdict(stop)})
-    training = Run(core, recipe, Journal.create(path, header, core.state), splits, batches)
+    fleet.join(lambda: facts_of(core, header))
+    journal = fleet.together(lambda: Journal.create(path, header, core.state) if fleet.keeper else None)
+    training = Run(core, recipe, journal, Path(fleet.told(str(path))), splits, batches)
     choose_sigma(training)
+    core.divide()
     return training
+
+
+def facts_of(core: Core, header: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same in all processes of a fleet."""
+    return {
+        "version of the noise": noise.VERSION,
+        "noise on its device": noise.proof(core.device),
+        "recipe": [header["recipe"], header["recipe_settings"], header["batch_size"], header["maximize"]],
+        "strategy": [header["strategy"], header["settings"], header["seed"]],
+        "model (names, shapes or types of its parameters)": header["layout"],
+        **{f"data set ({name})": fingerprint for name, fingerprint in header["data"].items()},
+        "initial weights": header["initial_theta_sha256"],
+        "value of the model's frozen parameters and buffers": header["fixed"],
+    }
+
+
+def share_weights(core: Core) -> None:
+    """All begin with the weights of the process that keeps the journal, where that is asked for."""
+    if core.fleet.sends_weights:
+        assert core.module is not None
+        core.module.load_state_dict(core.fleet.shared(dict(core.module.state_dict())))
+        core.state = core.strategy.init(core.genome.read(core.module, core.device))
+        core.evaluator = None
 
 
 def set_up(recipe: Recipe, fleet: Local, seed: int) -> tuple[Core, dict[str, Data], Batches | None, Batch | None]:
@@ -88,22 +151,34 @@ def choose_sigma(training: Run) -> None:
     batch = training.batch(0)
     told = core.probe(batch)
     samples = told.scores.size * (batch.size if batch else 1)
-    side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples, "bytes": [0, 0]}
-    training.journal.append(told, None, side)
+    side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples, "bytes": core.fleet.traffic()}
+    if training.journal is not None:
+        training.journal.append(told, None, side)
     settle(training, Record(told, None, side))
 
 
-def resume(recipe: Recipe, journal: Journal, fleet: Local) -> Run:
-    """A run as its journal left it, ready for the next generation."""
-    training = rebuild(recipe, journal, fleet)
-    replay(training)
+def resume(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
+    """A run as its journal left it, ready for the next generation; of a fleet, only one process has the journal."""
+    training = fleet.together(lambda: rebuild(recipe, journal, fleet))
+    fleet.join(lambda: {"noise on its device": noise.proof(training.core.device)})
+    fleet.together(lambda: replay(training) if training.journal is not None else None)
+    core = training.core
+    known = {name: getattr(training, name) for name in ("generation", "seconds", "samples", "metrics")}
+    known, plan, sigma = fleet.told((known, asdict(core.settled), getattr(core.strategy, "sigma", None)))
+    for name, value in known.items():
+        setattr(training, name, value)
+    core.adopt(Plan(**plan))
+    if getattr(core.strategy, "sigma", None) == "auto" != sigma:
+        core.strategy = replace(core.strategy, sigma=sigma)  # type: ignore[type-var]
+    core.state = fleet.shared(core.state)
     choose_sigma(training)
+    core.divide()
     return training
 
 
-def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Run:
+def rebuild(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
     """A run before its first generation, from the recipe it was begun with."""
-    header = journal.header
+    header, path = fleet.told((dict(journal.header), str(journal.path)) if journal is not None else ({}, ""))
     splits = recipe.splits()
     strategy = revive(header, recipe.strategy)
     core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], Plan(**header["evaluation"]))
@@ -115,10 +190,10 @@ def rebuild(recipe: Recipe, journal: Journal, fleet: Local) -> Run:
     }
     for what, (here, there) in differences.items():
         if here != there:
-            raise BadInput(f"The {what} is not that of {journal.path}: a run goes on only with what it began with.")
+            raise BadInput(f"The {what} is not that of {path}: a run goes on only with what it began with.")
     batches = batches_of(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
     core.try_out(batches.batch(0, core.device) if batches is not None else None)
-    return Run(core, recipe, journal, splits, batches)
+    return Run(core, recipe, journal, Path(path), splits, batches)
 
 
 def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int) -> Batches | None:

@@ -70,9 +70,9 @@ def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> No
     else:
         training = trainer.start(made, path, seed=5, fleet=Local("cpu"), about={})
     if dies_at is not None:
-        training.journal.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
+        training.kept.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
     trainer.run(training, Stop(generations=generations))
-    training.journal.close()
+    training.kept.close()
     (path / "hash").write_text(theta_sha256(training.core.state.theta))
 
 

@@ -26,6 +26,7 @@ NAMES = [
     "GA",
     "PSO",
     "SNES",
+    "SPMD",
     "BadInput",
     "Gradient",
     "Local",

@@ -43,7 +43,7 @@ def recipe(**changes: Any) -> Recipe:
 def finished(path: Path, generations: int, made: Recipe | None = None, callbacks: Any = ()) -> dict[str, Any]:
     training = trainer.start(made or recipe(), path, seed=1, fleet=Local("cpu"), about={})
     summary = trainer.run(training, Stop(generations=generations), callbacks)
-    training.journal.close()
+    training.kept.close()
     return summary
 
 
@@ -62,7 +62,7 @@ def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path
     ]
     training = replay.reopen(Journal.open(tmp_path / "run"))
     replay.replay(training, until=0, from_start=True)
-    for record in training.journal.records():
+    for record in training.kept.records():
         replay.fold(training, record)
         assert theta_sha256(training.core.state.theta) == hashes[record.told.generation]
     for generation in (0, 1, 9, 10, 11, 250, 499, 500):  # from the snapshot before each
@@ -223,7 +223,7 @@ def test_verify_looks_at_all_of_a_snapshot(tmp_path: Path) -> None:
     trainer.run(training, Stop(generations=12))
     state = training.core.state
     moments = dataclasses.replace(state.moments, first=state.moments.first * 100)
-    training.journal.save(dataclasses.replace(state, moments=moments), 12)
+    training.kept.save(dataclasses.replace(state, moments=moments), 12)
     with pytest.raises(BadInput, match="not what its records replay to"):
         replay.verify(replay.reopen(Journal.open(tmp_path / "run")))
 
@@ -261,7 +261,7 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
     for g in range(12):
         told = training.core.evaluate(g, training.batch(g))
         training.core.tell(told)
-        training.journal.append(
+        training.kept.append(
             told,
             "elsewhere" if g == 3 else theta_sha256(training.core.state.theta),
             {"seconds": 0.0, "samples": 0, "bytes": [0, 0]},
@@ -269,7 +269,7 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
         training.generation += 1
     with pytest.raises(BadInput, match="no snapshot between"):
         trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
-    training.journal.save(training.core.state, 12)
+    training.kept.save(training.core.state, 12)
     resumed = trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
     assert theta_sha256(resumed.core.state.theta) == theta_sha256(training.core.state.theta)
     with pytest.raises(BadInput, match="no snapshot between"):  # snapshot 12 is no answer to what generation 8 was
@@ -281,7 +281,7 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
 def test_scores_are_kept_exactly(tmp_path: Path) -> None:
     training = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     scores = np.array([np.nan, np.inf, -0.0, 1e-45, 3.1415927], np.float32)
-    training.journal.append(
+    training.kept.append(
         Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3, "bytes": [0, 0]}
     )
     (record,) = Journal.open(tmp_path / "run").records()

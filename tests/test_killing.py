@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 GENERATIONS = 40
-KILLS = {"openai-es": 50, "auto": 50, "gradient": 50, "snes": 10, "mu-lambda": 10, "ga": 10, "pso": 10}
+KILLS = {"openai-es": 50, "auto": 20, "gradient": 20, "snes": 10, "mu-lambda": 10, "ga": 10, "pso": 10}
 
 
 class Nursery:

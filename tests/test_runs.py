@@ -34,7 +34,7 @@ def train(name: str, path: Path, generations: int, workers: int = 1, *, resume: 
         else trainer.start(made, path, seed=5, fleet=fleet, about={})
     )
     trainer.run(training, Stop(generations=generations))
-    training.journal.close()
+    training.kept.close()
     return theta_sha256(training.core.state.theta)
 
 

@@ -1,20 +1,28 @@
-"""One process: one device, or all cores of the CPU. The default; nothing to start."""
+"""One process: one device, or all cores of the CPU. The default; nothing to start.
+
+What other fleets do besides, a single process does trivially: it keeps the journal, agrees with itself, and hands a
+State on as it is. So there is one loop for all fleets.
+"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from germline.errors import BadInput
+from germline.noise import Field
 from germline.objective import Batch, seeded_generators
-from germline.population import Evaluator, exact_arithmetic
-from germline.strategies.base import Candidates
+from germline.population import WHOLE, Evaluator, exact_arithmetic
+from germline.strategies.base import AnyStrategy, Candidates, Told
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,29 @@ class Local:
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
             raise BadInput(f"A local fleet needs at least one worker, not {self.workers}.")
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    @property
+    def keeper(self) -> bool:
+        """Whether this process keeps the journal."""
+        return True
+
+    @property
+    def launch(self) -> str | None:
+        """What began this run, by a name that stays if the same launcher begins it again."""
+        return None
+
+    @property
+    def sends_weights(self) -> bool:
+        """Whether all processes begin with the weights of one."""
+        return False
 
     def place(self, usual: torch.device | None = None) -> torch.device:
         """The device; where it is auto, the usual one if there is one, else a GPU if there is one."""
@@ -53,7 +84,13 @@ class Local:
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
     ) -> NDArray[np.float32]:
         """The scores of all members."""
-        recording = evaluator.recording(candidates, population, batch)
+        return self.score(evaluator, candidates, population, batch, WHOLE)[:population]
+
+    def score(
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, share: slice
+    ) -> NDArray[np.float32]:
+        """The scores of a share of the blocks of a population, those of a padded block with what pads it."""
+        recording = evaluator.recording(candidates, population, batch, share)
         if recording is not None and recording.trusted:  # no code of anybody's runs
             assert batch is not None
             return recording.scores(candidates, batch).cpu().numpy()
@@ -63,28 +100,78 @@ class Local:
                 assert batch is not None
                 return recording.scores(candidates, batch).cpu().numpy()
             if evaluator.device.type != "cpu":
-                return evaluator.scores(candidates, population, batch).cpu().numpy()
-            return self._evaluate_on_threads(evaluator, candidates, population, batch)
+                return evaluator.scores(candidates, population, batch, share).cpu().numpy()
+            return self._score_on_threads(evaluator, candidates, population, batch, share)
 
-    def _evaluate_on_threads(
-        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
+    def _score_on_threads(
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, share: slice
     ) -> NDArray[np.float32]:
         # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
         usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
-        blocks, generation = evaluator.blocks(population), evaluator.generation(candidates, batch)
+        blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
         threads = min(self.workers or usual, len(blocks))
 
         def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
             return evaluator.score_block(generation, members)
 
         scores = list(map(score, blocks) if threads == 1 else pool(threads).map(score, blocks))
-        return np.concatenate(scores)[:population]
+        return np.concatenate(scores)
 
     def gradient(
         self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
         with one_thread_each(), exact_arithmetic(evaluator.device):
             return evaluator.gradient(theta, batch)
+
+    def advance(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+        """The State after a generation."""
+        return strategy.tell(state, told, field, maximize=maximize)
+
+    def adapted(self, strategy: AnyStrategy) -> AnyStrategy:
+        """A strategy as this fleet runs it, or a sentence that says why it cannot."""
+        return strategy
+
+    def join(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Makes sure that all processes are about the same work: ``facts`` are to be the same everywhere."""
+
+    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Any:
+        """Settles who updates what; of a whole State, what this process needs."""
+        return state
+
+    def whole(self, strategy: AnyStrategy, state: Any) -> Any:
+        """A State with what other processes have of it."""
+        return state
+
+    def shared(self, state: Any) -> Any:
+        """The State of the process that keeps the journal."""
+        return state
+
+    def told(self, value: T) -> T:
+        """What the process that keeps the journal says."""
+        return value
+
+    def all(self, holds: bool) -> bool:
+        """Whether something holds for every process."""
+        return holds
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Work that every process does; if it fails in one it fails in all."""
+        return work()
+
+    def elect(self, has_journal: bool) -> bool:
+        """Who has a journal keeps it; whether anybody has."""
+        return has_journal
+
+    def heard(self, seconds: float, interrupted: bool) -> tuple[float, bool]:
+        """How long the run has taken and whether it is to end, as all processes see it."""
+        return seconds, interrupted
+
+    def begin(self, seconds: float, interrupted: bool, digest: str = "") -> None:
+        """Before a generation: what others are to hear, and the hash of the batch where they might have another."""
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received since this was last asked."""
+        return 0, 0
 
 
 @contextmanager

@@ -17,12 +17,21 @@ from germline.population.check import (
     scores_of,
     settle,
 )
-from germline.population.evaluator import METHODS, Evaluator, Plan, exact_arithmetic, prepared, refresh_statistics
+from germline.population.evaluator import (
+    METHODS,
+    WHOLE,
+    Evaluator,
+    Plan,
+    exact_arithmetic,
+    prepared,
+    refresh_statistics,
+)
 from germline.population.size import block_size
 
 __all__ = [
     "METHODS",
     "SURVIVAL",
+    "WHOLE",
     "DType",
     "Evaluator",
     "Plan",

@@ -33,6 +33,7 @@ METHODS: dict[Method, str] = {
     "loop": "member by member",
     "alone": "member by member, each on a new copy of the model with random generators of its own",
 }
+WHOLE = slice(None)  # of the blocks of a population
 ALIGNED = 64  # bytes
 RECORDINGS = 4  # shapes of batches for which a card keeps a whole generation
 BLOCKS_RECORDED = 64  # of a generation: where there are more, launching them is little beside their work
@@ -93,25 +94,29 @@ class Evaluator:
             batch = Batch(args, kwargs, batch.target, batch.size)
         return Generation(candidates, batch, self.genome, dtype)
 
-    def recording(self, candidates: Candidates, population: int, batch: Batch | None) -> "Recording | None":
+    def recording(
+        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = WHOLE
+    ) -> "Recording | None":
         """Of generations like this one, if a card can launch them as a whole."""
         card = home(self.device).type == "cuda"
         if not card or batch is None or not candidates.shared or not self.plan.vectorised or self.plan.one_by_one:
             return None
         kind = kind_of(batch)
-        key = (population, kind, isinstance(candidates.sigma, torch.Tensor), candidates.field)
+        key = (population, share.start, share.stop, kind, isinstance(candidates.sigma, torch.Tensor), candidates.field)
         if key not in self.recordings:
             if kind is None or self.hooked:
                 return None
             if len(self.recordings) >= RECORDINGS or -(-population // self.plan.block) > BLOCKS_RECORDED:
                 return None
-            self.recordings[key] = Recording(self, population)
+            self.recordings[key] = Recording(self, population, share)
         return self.recordings[key]
 
-    def scores(self, candidates: Candidates, population: int, batch: Batch | None) -> torch.Tensor:
-        """The scores of all members, on the device, one block after the other."""
-        generation = self.generation(candidates, batch)
-        return torch.cat([self.block_scores(generation, members) for members in self.blocks(population)])[:population]
+    def scores(
+        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = WHOLE
+    ) -> torch.Tensor:
+        """The scores of a share of the blocks, on the device, one block after the other."""
+        generation, blocks = self.generation(candidates, batch), self.blocks(population)[share]
+        return torch.cat([self.block_scores(generation, members) for members in blocks])
 
     def score_block(self, generation: Generation, members: NDArray[np.int64]) -> NDArray[np.float32]:
         return self.block_scores(generation, members).cpu().numpy()
@@ -199,9 +204,9 @@ class Evaluator:
 class Recording:
     """Generations of one shape of batch on a card, launched as a whole once that has proved to be the same."""
 
-    def __init__(self, evaluator: Evaluator, population: int) -> None:
+    def __init__(self, evaluator: Evaluator, population: int, share: slice) -> None:
         self.live = Live(evaluator.device)
-        self.evaluator, self.population = evaluator, population
+        self.evaluator, self.population, self.share = evaluator, population, share
         self.recorded = Recorded(self._scores, doubted=True)
 
     @property
@@ -210,7 +215,7 @@ class Recording:
 
     def scores(self, candidates: Candidates, batch: Batch) -> torch.Tensor:
         if self.recorded.failed:
-            return self.evaluator.scores(candidates, self.population, batch)
+            return self.evaluator.scores(candidates, self.population, batch, self.share)
         sigma = candidates.sigma
         vector = [sigma] if isinstance(sigma, torch.Tensor) else []
         assert isinstance(candidates.generation, int)
@@ -226,7 +231,7 @@ class Recording:
         args, kwargs, target = tree_map(put, (was.args, was.kwargs, was.target))
         batch = Batch(args, kwargs, target, was.size)
         candidates = replace(self.candidates, generation=self.live.generation, centre=centre, sigma=sigma)
-        return self.evaluator.scores(candidates, self.population, batch)
+        return self.evaluator.scores(candidates, self.population, batch, self.share)
 
 
 def kind_of(batch: Batch) -> Any:

@@ -18,11 +18,14 @@ PART_OF_A_CARD = 8  # the part of its memory that a block may fill, one in so ma
 LIVE = 2  # tensors of the largest size that are alive at once: an input and an output
 
 
-def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch | None, copies: int = 1) -> int:
+def block_size(
+    population: int, genome: Genome, module: nn.Module, batch: Batch | None, copies: int = 1, cards: int = 1
+) -> int:
     """A function of the problem and of the kind of device, never of how busy a machine is.
 
     As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding; in a power of
     two, so that any usual number of cores is evenly loaded. ``copies`` of a member's weights are held while it is made.
+    On a card, where a whole population is often one block, there is at least one for each of the ``cards``.
     """
     one = 4 * (copies * genome.size + LIVE * widest(module, batch))
     device = next(module.parameters()).device
@@ -30,7 +33,8 @@ def block_size(population: int, genome: Genome, module: nn.Module, batch: Batch 
     if device.type == "cuda":
         most, memory = LARGEST_ON_A_CARD, memory_of(device) // PART_OF_A_CARD
     largest = max(2, min(most, memory // one))
-    blocks = 1 << (-(-population // largest) - 1).bit_length()
+    least = cards if device.type == "cuda" else 1
+    blocks = 1 << (max(least, -(-population // largest)) - 1).bit_length()
     return 2 * -(-population // (2 * blocks))
 
 

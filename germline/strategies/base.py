@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.genome import Genome
-from germline.noise import Field, Sigma
+from germline.noise import Field, Noise, Sigma, Span
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Strategy(Protocol[S]):
 
     name: ClassVar[str]
     needs_gradient: ClassVar[bool]
+    asked: ClassVar[tuple[str, ...]]  # the arrays of a State that ``ask`` reads; only ``tell`` reads the others
 
     @property
     def population(self) -> int: ...
@@ -110,10 +111,24 @@ class Strategy(Protocol[S]):
 AnyStrategy = Strategy[Any]
 
 
+class Summed(Protocol[S]):
+    """What a strategy whose update is a sum over members can do besides: see ``fleet/exchange.py`` on semi-updates."""
+
+    shards: int
+
+    def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None: ...
+
+    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor: ...
+
+    def step(self, state: S, sums: torch.Tensor, told: Told, field: Field, *, start: int = 0) -> S: ...
+
+
 def cut(state: Any, low: int, high: int) -> Any:
     """The columns low:high of a State: of the last axis of its arrays, which is that of the parameters."""
     if isinstance(state, torch.Tensor):
-        return state[..., low:high]
+        return state[..., low:high] if state.dim() else state
+    if isinstance(state, dict):  # of a torch optimiser
+        return {key: cut(value, low, high) for key, value in state.items()}
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         parts = {f.name: cut(getattr(state, f.name), low, high) for f in dataclasses.fields(state)}
         return type(state)(**parts)

@@ -49,6 +49,7 @@ class GA:
 
     name: ClassVar[str] = "ga"
     needs_gradient: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, ...]] = ("parents",)
 
     population: int = setting(256, "members of a generation")
     parents: int = setting(32, "members that are kept as parents")

@@ -30,6 +30,7 @@ class Gradient:
 
     name: ClassVar[str] = "gradient"
     needs_gradient: ClassVar[bool] = True
+    asked: ClassVar[tuple[str, ...]] = ("theta",)
     population: ClassVar[int] = 1
 
     lr: Scheduled = setting(0.003, "learning rate of the optimiser: a number or a schedule")

@@ -53,6 +53,7 @@ class MuLambda:
 
     name: ClassVar[str] = "mu-lambda"
     needs_gradient: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, ...]] = ("parents",)
 
     population: int = setting(256, "members scored in a generation: children, and under plus the parents again")
     parents: int = setting(32, "mu, the parents that are kept")

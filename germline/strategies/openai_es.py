@@ -9,18 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, low_rank, rounded
+from germline.noise import Field, Kind, Noise, Span, low_rank, rounded
 from germline.optim import Moments
 from germline.schedule import Scheduled, value_at
-from germline.shaping import Shaping, unit, utilities
+from germline.shaping import Shaping, in_shards, unit, utilities
 from germline.strategies.base import Candidates, Told
 from germline.strategies.settings import (
     check_choice,
     check_optimiser,
+    check_population,
     check_rate,
     optimiser_of,
     rank_rules,
@@ -48,6 +51,7 @@ class OpenAIES:
 
     name: ClassVar[str] = "openai-es"
     needs_gradient: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, ...]] = ("theta",)
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: Scheduled | Literal["auto"] = setting(0.05, "standard deviation of the noise: a number, a schedule or auto")
@@ -62,11 +66,10 @@ class OpenAIES:
     scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimiser")
     weight_decay: float = setting(0.0, "decoupled weight decay")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
+    shards: int = setting(1, "equal parts of the population, each ranked by itself: semi-updates")
 
     def __post_init__(self) -> None:
-        if self.population < 2 or (self.mirrored and self.population % 2):
-            need = "an even number of at least 2" if self.mirrored else "at least 2"
-            raise BadInput(f"The population must be {need}, not {self.population}.")
+        check_population(self.population, self.mirrored, self.shards)
         check_choice("shaping", self.shaping, ("ranks", "zscore"))
         if self.sigma != "auto":
             check_rate("sigma", self.sigma)
@@ -92,13 +95,25 @@ class OpenAIES:
         return Candidates(field, generation, state.theta, values["sigma"])
 
     def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        weights = utilities(told.scores, self.shaping, maximize=maximize)
+        weights = self.weights(told.scores, maximize=maximize)
         if weights is None:  # nothing was learned: no step, no decay, no change of the moments
             return state
-        theta = state.theta
-        noise = field.members(range(self.population), told.generation, theta.device)
-        total = noise.weighted_sum(weights, (start, start + theta.numel()), theta.dtype)
-        scale = unit(self.shaping, self.population) / (self.population * told.values["sigma"])
-        gradient = total * rounded(-scale, theta.dtype)
-        theta, moments = optimiser_of(self).step(theta, gradient, state.moments, told.values["lr"])
+        noise = field.members(range(self.population), told.generation, state.theta.device)
+        span = (start, start + state.theta.numel())
+        return self.moved(state, noise.weighted_sum(weights, span, state.theta.dtype), told)
+
+    def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
+        return in_shards(scores, self.shards, lambda part: utilities(part, self.shaping, maximize=maximize))
+
+    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
+        return noise.exact_sum(weights, span)[None]
+
+    def step(self, state: State, sums: torch.Tensor, told: Told, field: Field, *, start: int = 0) -> State:
+        return self.moved(state, field.in_units(sums[0], (start, start + sums.shape[1]), state.theta.dtype), told)
+
+    def moved(self, state: State, total: torch.Tensor, told: Told) -> State:
+        """The State after a step along the sum of the members' noise, weighted by their utilities."""
+        scale = unit(self.shaping, self.population // self.shards) / (self.population * told.values["sigma"])
+        gradient = total * rounded(-scale, total.dtype)
+        theta, moments = optimiser_of(self).step(state.theta, gradient, state.moments, told.values["lr"])
         return State(theta, moments)

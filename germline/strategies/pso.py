@@ -38,10 +38,11 @@ class State:
     bests: torch.Tensor | None = None  # (P, M), where each was best
     scores: tuple[float, ...] = ()  # how good they were there; larger is better
     leader: int = 0
+    best: torch.Tensor | None = None  # (M,), where the leader was best
 
     @property
     def theta(self) -> torch.Tensor:
-        return self.start if self.bests is None else self.bests[self.leader]
+        return self.start if self.best is None else self.best
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class PSO:
 
     name: ClassVar[str] = "pso"
     needs_gradient: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, ...]] = ("start", "positions", "best")
 
     population: int = setting(64, "particles")
     topology: Literal["global", "ring"] = setting(
@@ -126,7 +128,8 @@ class PSO:
         pulls = pulls + noise.halves(span, Stream.CROSSOVER).to(dtype) * rounded(self.others / 65536, dtype) * (led - x)
         limit = rounded(self.clamp, dtype)
         velocities = (velocities * rounded(told.values["inertia"], dtype) + pulls).clamp_(-limit, limit)
-        return State(state.start, x + velocities, velocities, bests, tuple(good.tolist()), leader)
+        scores, best = tuple(good.tolist()), bests[leader].clone()
+        return State(state.start, x + velocities, velocities, bests, scores, leader, best)
 
     def drifted(self, state: State, good: NDArray[np.float32]) -> NDArray[np.float32]:
         """The particles' best scores, which drift towards the mean of the new ones."""

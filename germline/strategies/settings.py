@@ -72,6 +72,17 @@ def rate_at(optimiser: Optimiser, lr: Scheduled, theta: torch.Tensor, moments: M
     return rate
 
 
+def check_population(population: int, mirrored: bool, shards: int) -> None:
+    """At least two members that are ranked together, in whole pairs where they are mirrored."""
+    if population < 2 or (mirrored and population % 2):
+        need = "an even number of at least 2" if mirrored else "at least 2"
+        raise BadInput(f"The population must be {need}, not {population}.")
+    ranked = population // shards if shards > 0 else 0
+    if ranked < 2 or population % shards or (mirrored and ranked % 2):
+        need = "in whole pairs, " if mirrored else ""
+        raise BadInput(f"A population of {population} cannot be cut into {shards} equal shards, {need}of at least 2.")
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise unknown(name, value, choices)

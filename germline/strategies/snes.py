@@ -14,15 +14,16 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, rounded
+from germline.noise import Field, Kind, Noise, Span, rounded
 from germline.optim import exponential
 from germline.schedule import Scheduled, value_at
-from germline.shaping import by_rank
+from germline.shaping import by_rank, finite, in_shards
 from germline.strategies.base import Candidates, Told
-from germline.strategies.settings import check_number, check_rate, setting
+from germline.strategies.settings import check_number, check_population, check_rate, setting
 
 ONE = 1 << 20  # utilities are counted in units of 2^-20
 
@@ -43,6 +44,7 @@ class SNES:
 
     name: ClassVar[str] = "snes"
     needs_gradient: ClassVar[bool] = False
+    asked: ClassVar[tuple[str, ...]] = ("theta", "sigma")
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: float = setting(0.05, "initial standard deviation of every parameter")
@@ -51,11 +53,10 @@ class SNES:
     mirrored: bool = setting(True, "members in pairs with opposite noise")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
     utilities: tuple[int, ...] | None = setting(None, "by rank, in units of 2^-20; none is as published")
+    shards: int = setting(1, "equal parts of the population, each ranked by itself: semi-updates")
 
     def __post_init__(self) -> None:
-        if self.population < 2 or (self.mirrored and self.population % 2):
-            need = "an even number of at least 2" if self.mirrored else "at least 2"
-            raise BadInput(f"The population must be {need}, not {self.population}.")
+        check_population(self.population, self.mirrored, self.shards)
         check_rate("sigma", self.sigma)
         check_number("sigma", self.sigma)
         check_rate("lr", self.lr, zero=True)
@@ -65,8 +66,9 @@ class SNES:
             raise BadInput("SNES learns step sizes from the length of the noise, which is always 1 for signs.")
         if self.utilities is not None:
             object.__setattr__(self, "utilities", tuple(self.utilities))  # a list, from a header
-        if self.utilities is not None and len(self.utilities) != self.population:
-            raise BadInput(f"There must be one utility for each of the {self.population} members.")
+        ranked = self.population // self.shards
+        if self.utilities is not None and len(self.utilities) != ranked:
+            raise BadInput(f"There must be one utility for each of the {ranked} members that are ranked together.")
 
     def resolved(self, parameters: int) -> "SNES":
         """With the published constants for so many parameters, which from then on are part of the run."""
@@ -74,8 +76,9 @@ class SNES:
         strategy = self if self.lr_sigma is not None else replace(self, lr_sigma=usual)
         if self.utilities is not None:
             return strategy
-        raw = [max(0.0, math.log(self.population / 2 + 1) - math.log(i)) for i in range(1, self.population + 1)]
-        table = tuple(round((x / sum(raw) - 1 / self.population) * ONE) for x in raw)
+        ranked = self.population // self.shards
+        raw = [max(0.0, math.log(ranked / 2 + 1) - math.log(i)) for i in range(1, ranked + 1)]
+        table = tuple(round((x / sum(raw) - 1 / ranked) * ONE) for x in raw)
         return replace(strategy, utilities=table)
 
     def field(self, seed: int, genome: Genome) -> Field:
@@ -95,13 +98,27 @@ class SNES:
         return Candidates(field, generation, state.theta, state.sigma)
 
     def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        if not np.isfinite(told.scores).any():
+        weights = self.weights(told.scores, maximize=maximize)
+        if weights is None:
             return state
-        assert self.utilities is not None, "see resolved"
-        weights, dtype = by_rank(told.scores, self.utilities, maximize=maximize), state.theta.dtype
         noise = field.members(range(self.population), told.generation, state.theta.device)
-        span, unit = (start, start + state.theta.numel()), field.unit(None)
-        first_order = noise.accumulate(weights, span).to(dtype) * rounded(unit * told.values["lr"] / ONE, dtype)
-        second_order = noise.accumulate(weights, span, power=2).to(dtype)
-        rate = rounded(unit * unit * told.values["lr_sigma"] / (2 * ONE), dtype)
-        return State(state.theta + state.sigma * first_order, state.sigma * exponential(second_order * rate))
+        sums = self.sums(noise, weights, (start, start + state.theta.numel()))
+        return self.step(state, sums, told, field, start=start)
+
+    def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
+        assert self.utilities is not None, "see resolved"
+        table = self.utilities
+        return in_shards(
+            scores, self.shards, lambda part: by_rank(part, table, maximize=maximize) if finite(part) else None
+        )
+
+    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
+        first, second = noise.accumulate(weights, span), noise.accumulate(weights, span, power=2)
+        return torch.stack([first.to(second.dtype), second])
+
+    def step(self, state: State, sums: torch.Tensor, told: Told, field: Field, *, start: int = 0) -> State:
+        unit, dtype, whole = field.unit(None), state.theta.dtype, ONE * self.shards
+        first_order = sums[0].to(dtype) * rounded(unit * told.values["lr"] / whole, dtype)
+        rate = rounded(unit * unit * told.values["lr_sigma"] / (2 * whole), dtype)
+        second_order = sums[1].to(dtype) * rate
+        return State(state.theta + state.sigma * first_order, state.sigma * exponential(second_order))

@@ -1,0 +1,284 @@
+"""The few operations that processes of a fleet do together: gather, sum, broadcast. Bytes are counted where they go."""
+
+import atexit
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from germline.errors import BadInput, Lost
+from germline.fleet.launch import Launch
+
+Backend = Literal["auto", "gloo", "nccl", "mpi"]
+PATIENCE = 120.0  # seconds for all processes to arrive, if the timeout is shorter: they load their libraries first
+
+
+@dataclass
+class Traffic:
+    """What this process has sent and received."""
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+
+    def count(self, sent: int, received: int, messages: int) -> None:
+        self.sent += sent
+        self.received += received
+        self.messages += messages
+
+
+class Operations(Protocol):
+    """What an engine must offer: on tensors of one shape and type in every process."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, tensor: torch.Tensor) -> None: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Collective:
+    """The processes of a fleet, as one of them sees them."""
+
+    rank: int
+    size: int
+    operations: Operations
+    timeout: float
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensors of all processes, which have one shape: (processes, ...). Each passes on what it receives."""
+        with self.heeded():
+            found = self.operations.gather(tensor.contiguous())
+        others = tensor.nbytes * (self.size - 1)
+        self.traffic.count(others, others, self.size - 1)
+        return found
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of the tensors of all processes, in place; exact for integers. Twice round a ring, in equal parts."""
+        with self.heeded():
+            self.operations.add(tensor)
+        moved = 2 * tensor.nbytes * (self.size - 1) // self.size
+        self.traffic.count(moved, moved, 2 * (self.size - 1))
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """The tensor of one process, in place, passed on along a tree."""
+        with self.heeded():
+            self.operations.broadcast(tensor, root)
+        number = (self.rank - root) % self.size
+        children = len(children_of(number, self.size))
+        parents = int(number != 0)
+        self.traffic.count(children * tensor.nbytes, parents * tensor.nbytes, children + parents)
+        return tensor
+
+    def exchange(self, value: Any) -> list[Any]:
+        """A value of each process, as JSON."""
+        content = json.dumps(value).encode()
+        sizes = self.gather(torch.tensor([len(content)])).flatten().tolist()
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: len(content)] = np.frombuffer(content, np.uint8)
+        rows = self.gather(torch.from_numpy(padded)).numpy()
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def say(self, value: Any, root: int) -> Any:
+        """The value of one process, as JSON."""
+        content = json.dumps(value).encode() if self.rank == root else b""
+        size = int(self.broadcast(torch.tensor([len(content)]), root))
+        text = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == root:
+            text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return json.loads(self.broadcast(text, root).numpy().tobytes())
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Turns what an engine says when a process has died or does not answer into a sentence."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            first = " ".join(str(error).split())[:160]
+            message = f"Another process of the fleet has died, or has not answered within {self.timeout:g} s ({first})."
+            raise Lost(f"{message} Every finished generation is in the journal.") from error
+
+
+def children_of(number: int, size: int) -> list[int]:
+    """To whom a process passes on a broadcast of process 0, along a binomial tree.
+
+    >>> [children_of(i, 6) for i in range(6)]
+    [[4, 2, 1], [], [3], [], [5], []]
+    """
+    found, bit = [], 1 << (size - 1).bit_length() >> 1
+    while bit:
+        if number % (2 * bit) == 0 and number + bit < size:
+            found.append(number + bit)
+        bit >>= 1
+    return found
+
+
+class Torch:
+    """torch.distributed: gloo for tensors in memory, nccl for those on cards."""
+
+    def __init__(self, launch: Launch, backend: str, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self.dist = dist
+        waits = timedelta(seconds=timeout)
+        kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        if dist.is_initialized():  # by the user's own program
+            self.group: Any = dist.new_group(timeout=waits, backend=kinds)
+            self.mine = False
+            return
+        if not os.environ.get("GLOO_SOCKET_IFNAME"):
+            interface = interface_to(launch.address)
+            if interface is not None:  # gloo would take the address of the host's name, which is often a wrong one
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+        store = store_of(launch, max(timeout, PATIENCE))
+        dist.init_process_group(kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=waits)
+        self.group, self.mine = dist.group.WORLD, True
+        atexit.register(self.close)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.new_empty(self.dist.get_world_size(self.group), *tensor.shape)
+        operation = getattr(self.dist, "all_gather_single", None) or self.dist.all_gather_into_tensor
+        operation(out.view(-1), tensor.view(-1), group=self.group)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.dist.all_reduce(tensor, group=self.group)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self.dist.broadcast(tensor, self.dist.get_global_rank(self.group, root), group=self.group)
+
+    def close(self) -> None:
+        if self.mine and self.dist.is_initialized():
+            self.group = None  # its threads end with the last who knows it
+            self.dist.destroy_process_group()
+
+
+class MPI:
+    """mpi4py, for what an MPI library knows about its fabric. A process that dies ends the job."""
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise BadInput("The backend mpi needs mpi4py: pip install 'germline[mpi]'.") from error
+        self.mpi, self.world = MPI, MPI.COMM_WORLD
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        here = tensor.cpu()
+        out = here.new_empty(self.world.Get_size(), *here.shape)
+        self.world.Allgather(self._bytes(here), self._bytes(out))
+        return out.to(tensor.device)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        here = tensor.cpu()
+        self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
+        tensor.copy_(here)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        here = tensor.cpu()
+        self.world.Bcast(self._bytes(here), root)
+        tensor.copy_(here)
+
+    def close(self) -> None:
+        pass  # MPI ends with the process
+
+    def _bytes(self, tensor: torch.Tensor) -> Any:
+        return [tensor.reshape(-1).view(torch.uint8).numpy(), self.mpi.BYTE]
+
+
+def connect(launch: Launch, backend: str, timeout: float) -> Collective:
+    """The processes that were launched together; this returns when all of them are there."""
+    if backend == "mpi":
+        mpi = MPI()
+        return Collective(mpi.world.Get_rank(), mpi.world.Get_size(), mpi, timeout)
+    try:
+        operations = Torch(launch, backend, timeout)
+    except (RuntimeError, OSError, ValueError) as error:
+        first = " ".join(str(error).split())[:200]
+        where = f"rank {launch.rank} of {launch.size}, by way of {launch.address}:{launch.port}"
+        raise Lost(f"The processes of the fleet have not found each other ({where}): {first}.") from error
+    size = operations.dist.get_world_size(operations.group)
+    return Collective(operations.dist.get_rank(operations.group), size, operations, timeout)
+
+
+def store_of(launch: Launch, patience: float) -> Any:
+    """Where processes find each other: a store of their own, new at every start.
+
+    torchrun offers the store of its agent, which outlives a restart with all that dead processes have written to it:
+    new ones would follow their addresses. There it is used only to say where the new store is.
+    """
+    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if launch.address is None:
+        return HashStore()  # a single process
+    waits = timedelta(seconds=patience)
+    if not launch.agent_store:
+        store = TCPStore(launch.address, launch.port, launch.size, launch.rank == 0, timeout=waits)
+        return PrefixStore("germline", store)
+    board = TCPStore(launch.address, launch.port, None, False, timeout=waits)
+    if launch.rank == 0:
+        host = address_towards(launch.address)
+        own = TCPStore(host, 0, launch.size, True, timeout=waits, wait_for_workers=False)
+        board.set("germline/store", f"{host} {own.port}")
+        return PrefixStore("germline", own)
+    end = time.monotonic() + patience
+    while True:
+        board.wait(["germline/store"], waits)
+        host, port = board.get("germline/store").decode().split()
+        if listens(host, int(port)):  # else it is that of a process that has died
+            return PrefixStore("germline", TCPStore(host, int(port), launch.size, False, timeout=waits))
+        if time.monotonic() > end:
+            raise RuntimeError(f"nobody listens at {host}:{port}")
+        time.sleep(0.05)
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def address_towards(host: str) -> str:
+    """This machine's address as another sees it: that of the interface by which the other is reached."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # nothing is sent
+            return str(probe.getsockname()[0])
+    except OSError:
+        return host
+
+
+def interface_to(host: str | None) -> str | None:
+    """The name of the network interface by which a machine is reached, where it can be told."""
+    if host is None or not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    mine = address_towards(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == mine:
+                return name
+    return None

@@ -1,0 +1,313 @@
+"""Equal machines that start together: one program in many processes, by torchrun, srun, mpirun or alone.
+
+Each process scores a share of the blocks of members; shares go by measured speed. The scores travel, with what every
+process has to know about the others, in one message a generation; then the update is shared out as ``exchange`` says.
+Members, blocks and sums are the same whoever has them, so the weights do not depend on who did what.
+"""
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.errors import BadInput
+from germline.fleet.collective import Backend, Collective, connect
+from germline.fleet.exchange import Exchange, Mode, Update, refuse
+from germline.fleet.launch import Launch, launched
+from germline.fleet.local import Local
+from germline.noise import Field
+from germline.objective import Batch
+from germline.population import Evaluator
+from germline.strategies.base import AnyStrategy, Candidates, Told, pack, unpack
+from germline.strategies.settings import check_choice
+
+T = TypeVar("T")
+TIMEOUT = 120.0  # seconds
+RECENT = 0.3  # the weight of the latest generation in the measured speed of a process
+WORTH = 0.9  # of its time must be left for a new deal
+STATUS = np.dtype(
+    [("failed", "<i4"), ("interrupted", "<i4"), ("seconds", "<f8"), ("block_seconds", "<f8"), ("digest", "S16")]
+)
+
+
+class SPMD(Local):
+    """One of many processes that were started together and do the same work.
+
+    ``exchange`` is auto, replay, chromosome, semi or central. ``backend`` is gloo, nccl (gloo and nccl) or mpi; auto is
+    mpi under mpirun if mpi4py is there, else nccl on cards and gloo elsewhere. A process that does not answer within
+    ``timeout`` seconds is given up; a generation must not take longer. With ``send_weights`` all begin with rank 0's.
+
+    >>> SPMD(exchange="replay").size
+    1
+    """
+
+    runs: ClassVar[int] = 0  # that this process has begun
+
+    def __init__(
+        self,
+        exchange: Exchange = "auto",
+        *,
+        device: str = "auto",
+        workers: int | None = None,
+        backend: Backend = "auto",
+        timeout: float = TIMEOUT,
+        send_weights: bool = False,
+    ) -> None:
+        super().__init__(device, workers)
+        check_choice("exchange", exchange, ("auto", "replay", "chromosome", "semi", "central"))
+        check_choice("backend", backend, ("auto", "gloo", "nccl", "mpi"))
+        if not timeout > 0:
+            raise BadInput(f"The timeout must be above 0 seconds, not {timeout}.")
+        self.exchange, self.backend, self.timeout = exchange, backend, timeout
+        self.weights_are_sent = send_weights
+        self.kept_by = 0  # the rank that keeps the journal
+        self.update: Update | None = None
+        self.status: Any = np.zeros(1, STATUS)  # what the others are to hear with the next scores
+        self.last = (0.0, False)  # what was last heard
+        self.shares: tuple[int, ...] = ()  # blocks of each process
+        self.block_seconds: list[float] = []  # of each process; none before there is anything measured
+        self.counted = (0, 0)
+        SPMD.runs += 1
+        self.number = SPMD.runs  # a program may have several runs, one after the other
+
+    @property
+    def rank(self) -> int:
+        return self.collective.rank
+
+    @property
+    def size(self) -> int:
+        return self.collective.size
+
+    @property
+    def keeper(self) -> bool:
+        return self.rank == self.kept_by
+
+    @property
+    def launch(self) -> str | None:
+        return None if self.launched.name is None else f"{self.launched.name} #{self.number}"
+
+    @property
+    def sends_weights(self) -> bool:
+        return self.weights_are_sent
+
+    @cached_property
+    def launched(self) -> Launch:
+        return launched()
+
+    @cached_property
+    def collective(self) -> Collective:
+        launch = self.launched
+        on_card = super().place().type == "cuda" if self.device in ("auto", "cuda") else "cuda" in self.device
+        backend: str = self.backend
+        if backend == "auto":
+            backend = "nccl" if on_card and torch.distributed.is_nccl_available() else "gloo"
+            backend = "mpi" if launch.by == "mpirun" and find_spec("mpi4py") is not None else backend
+        if backend != "mpi" and launch.size > 1 and launch.address is None:
+            raise BadInput("Processes on several hosts meet at MASTER_ADDR: set it, or use the backend mpi.")
+        if on_card:
+            torch.cuda.set_device(self._card())
+        return connect(launch, backend, self.timeout)
+
+    def _card(self) -> torch.device:
+        if ":" in self.device:
+            return torch.device(self.device)
+        return torch.device("cuda", self.launched.local_rank % torch.cuda.device_count())
+
+    def place(self, usual: torch.device | None = None) -> torch.device:
+        device = super().place(usual)
+        return self._card() if device.type == "cuda" and device.index is None else device
+
+    # Agreement
+
+    def together(self, work: Callable[[], T]) -> T:
+        error: Exception | None = None
+        try:
+            found = work()
+        except Exception as failure:
+            error = failure
+        self._end_if_any_failed(error)
+        return found
+
+    def _end_if_any_failed(self, error: Exception | None) -> None:
+        said = None if error is None else [isinstance(error, BadInput), f"{error}" or type(error).__name__]
+        failures = {rank: heard for rank, heard in enumerate(self.collective.exchange(said)) if heard is not None}
+        if error is not None:
+            raise error
+        for rank, (bad_input, sentence) in failures.items():
+            raise (BadInput if bad_input else RuntimeError)(f"Rank {rank}: {sentence}")
+
+    def join(self, facts: Callable[[], dict[str, Any]]) -> None:
+        found = self.together(lambda: {name: digest_of(value) for name, value in facts().items()})
+        everybody = self.collective.exchange(found)
+        for rank, theirs in enumerate(everybody):
+            for name, value in theirs.items():
+                if value != everybody[0].get(name):
+                    raise BadInput(
+                        f"Rank {rank} has another {name} than rank 0: all processes must be about the same work."
+                    )
+
+    def told(self, value: T) -> T:
+        found: T = self.collective.say(value if self.keeper else None, self.kept_by)
+        return found
+
+    def all(self, holds: bool) -> bool:
+        return bool(self.collective.gather(torch.tensor([holds])).all())
+
+    def elect(self, has_journal: bool) -> bool:
+        having = self.collective.gather(torch.tensor([has_journal])).flatten().tolist()
+        self.kept_by = having.index(True) if any(having) else 0
+        return any(having)
+
+    def begin(self, seconds: float, interrupted: bool, digest: str = "") -> None:
+        self.status["seconds"], self.status["interrupted"] = seconds, interrupted
+        self.status["digest"] = digest[:16].encode()
+
+    def heard(self, seconds: float, interrupted: bool) -> tuple[float, bool]:
+        return self.last
+
+    def traffic(self) -> tuple[int, int]:
+        now, before = (self.collective.traffic.sent, self.collective.traffic.received), self.counted
+        self.counted = now
+        return now[0] - before[0], now[1] - before[1]
+
+    # Scores
+
+    def evaluate(
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
+    ) -> NDArray[np.float32]:
+        """Each process scores its share of the blocks; all have all scores."""
+        block, rank = evaluator.plan.block, self.rank
+        count = -(-population // block)
+        if sum(self.shares) != count:
+            self.block_seconds, self.shares = [], deal(count, [1.0] * self.size)
+        first = sum(self.shares[:rank])
+        share = slice(first, first + self.shares[rank])
+        scores, error, began = np.empty(0, np.float32), None, time.perf_counter()
+        try:
+            if share.stop > share.start:
+                scores = self.score(evaluator, candidates, population, batch, share)
+        except Exception as failure:  # all must hear of it: they are waiting
+            error = failure
+        blocks = max(1, share.stop - share.start)
+        self.status["block_seconds"] = (time.perf_counter() - began) / blocks
+        self.status["failed"] = error is not None
+        room = max(self.shares) * block * 4
+        content = np.zeros(room + STATUS.itemsize, np.uint8)
+        if error is None:
+            content[: scores.nbytes] = scores.view(np.uint8)
+        content[room:] = self.status.view(np.uint8)
+        rows = self.collective.gather(torch.from_numpy(content)).numpy()
+        statuses = np.ascontiguousarray(rows[:, room:]).view(STATUS)[:, 0]
+        self._heed(statuses, error)
+        parts = [row[: 4 * block * n].copy().view(np.float32) for row, n in zip(rows, self.shares, strict=True)]
+        self._deal_anew(statuses["block_seconds"].tolist())
+        return np.concatenate(parts)[:population]
+
+    def _heed(self, statuses: Any, error: Exception | None) -> None:
+        """What the others have said beside their scores."""
+        self.last = float(statuses["seconds"][self.kept_by]), bool(statuses["interrupted"].any())
+        if statuses["failed"].any():
+            self._end_if_any_failed(error)
+        others = np.flatnonzero(statuses["digest"] != statuses["digest"][0])
+        if others.size:
+            raise BadInput(f"Rank {others[0]} was given another batch than rank 0: all must see the same examples.")
+
+    def _deal_anew(self, measured: list[float]) -> None:
+        before = self.block_seconds or measured
+        new = [seconds if n else old for old, seconds, n in zip(before, measured, self.shares, strict=True)]
+        self.block_seconds = [old + RECENT * (seconds - old) for old, seconds in zip(before, new, strict=True)]
+        better = deal(sum(self.shares), self.block_seconds)
+        if longest(better, self.block_seconds) < WORTH * longest(self.shares, self.block_seconds):
+            self.shares = better
+
+    # The update
+
+    def adapted(self, strategy: AnyStrategy) -> AnyStrategy:
+        refuse(self.exchange, strategy, self.size)
+        if self.exchange != "semi":
+            return strategy
+        shards = strategy.shards if strategy.shards > 1 else self.size  # type: ignore[attr-defined]
+        if shards % self.size:
+            raise BadInput(f"{shards} shards cannot be shared out evenly among {self.size} processes.")
+        return dataclasses.replace(strategy, shards=shards)  # type: ignore[type-var]
+
+    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Any:
+        size = int(state.theta.numel())
+        if size < 8 * self.size and self.exchange in ("auto", "chromosome"):
+            mode: Mode = "replay"  # there is nothing to share out
+        elif self.exchange == "auto":
+            mode = self._faster(strategy, state, field, maximize=maximize)
+        else:
+            mode = self.exchange
+        self.update = Update(mode, size, self.collective, self.kept_by)
+        return self.update.part(strategy, state)
+
+    def _faster(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Mode:
+        """Replay or chromosome, by trying one update of each on scores that mean nothing."""
+        if self.size == 1:
+            return "replay"
+        try:
+            refuse("chromosome", strategy, self.size)
+        except BadInput:
+            return "replay"
+        scores = np.arange(strategy.population, dtype=np.float32)
+        seconds = {}
+        modes: tuple[Mode, ...] = ("replay", "chromosome")
+        values = strategy.values(state, 0)
+        for mode in modes:
+            update = Update(mode, int(state.theta.numel()), self.collective)
+            mine = update.part(strategy, state)
+            self.all(True)  # all begin at once
+            began = time.perf_counter()
+            update(strategy, mine, Told(0, scores, values), field, maximize=maximize).theta.cpu()
+            seconds[mode] = time.perf_counter() - began
+        slowest = self.collective.gather(torch.tensor([seconds[mode] for mode in modes])).amax(0).tolist()
+        return "chromosome" if slowest[1] < slowest[0] else "replay"
+
+    def advance(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+        assert self.update is not None, "see divide"
+        return self.update(strategy, state, told, field, maximize=maximize)
+
+    def whole(self, strategy: AnyStrategy, state: Any) -> Any:
+        return state if self.update is None else self.update.whole(strategy, state)
+
+    def shared(self, state: Any) -> Any:
+        """The State of the process that keeps the journal, with all its arrays."""
+        tree, tensors = pack(state)
+        shapes = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
+        tree, shapes = self.told([tree, shapes])
+        device = next(iter(tensors.values())).device
+        arrays = {}
+        for name, (shape, kind) in shapes.items():
+            empty = torch.empty(shape, dtype=getattr(torch, kind), device=device)
+            here = tensors[name].detach().to(device).contiguous() if self.keeper else empty
+            arrays[name] = self.collective.broadcast(here, self.kept_by)
+        return unpack(state, tree, arrays)
+
+
+def deal(blocks: int, seconds: list[float]) -> tuple[int, ...]:
+    """How many blocks each process has, by the seconds that it takes for one: each the one that it would end first.
+
+    >>> deal(10, [1.0, 1.0, 3.0])
+    (5, 4, 1)
+    """
+    shares = [0] * len(seconds)
+    for _ in range(blocks):
+        ends = [(n + 1) * each for n, each in zip(shares, seconds, strict=True)]
+        shares[ends.index(min(ends))] += 1
+    return tuple(shares)
+
+
+def longest(shares: tuple[int, ...], seconds: list[float]) -> float:
+    return max(n * each for n, each in zip(shares, seconds, strict=True))
+
+
+def digest_of(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

@@ -1,0 +1,86 @@
+"""A fleet of which one process is killed or frozen, again and again, ends as if nothing had happened.
+
+GERMLINE_FAULTS=20 python -m pytest tests/test_faults.py -s     as many as that, said as they happen
+"""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+FAULTS = int(os.environ.get("GERMLINE_FAULTS", "6"))
+GENERATIONS = 120 * FAULTS
+TIMEOUT = 5  # seconds until a silent process is given up
+BIN = Path(sys.executable).parent
+
+
+def finished(run: Path) -> int:
+    """The generations in a journal."""
+    try:
+        with closing(sqlite3.connect(f"file:{run}/journal.sqlite?mode=ro", uri=True)) as connection:
+            return int((connection.execute("SELECT generation FROM tip").fetchone() or [-1])[0]) + 1
+    except sqlite3.Error:
+        return 0
+
+
+def workers_of(launcher: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+def wait_for(run: Path, launcher: "subprocess.Popen[str]", beyond: int) -> bool:
+    """Until more generations are finished; false if the run has ended."""
+    while launcher.poll() is None:
+        if finished(run) > beyond:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the processes of torchrun are found in /proc")
+def test_a_fleet_survives_kills_and_freezes(tmp_path: Path) -> None:
+    arguments = ["train", "digits", "--population", "32", "--device", "cpu", "--json", "--runs", str(tmp_path)]
+    arguments += ["--generations", str(GENERATIONS)]
+    alone = subprocess.run([str(BIN / "germline"), *arguments, "--name", "undisturbed"], capture_output=True, text=True)
+    expected = json.loads(alone.stdout.splitlines()[-1])["theta_sha256"]
+    torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=3", f"--max-restarts={2 * FAULTS}"]
+    fleet = ["--fleet", "spmd", "--exchange", "chromosome", "--timeout", str(TIMEOUT), "--name", "disturbed"]
+    command = [*torchrun, "--no-python", str(BIN / "germline"), *arguments, *fleet]
+    chance, run = random.Random(FAULTS), tmp_path / "disturbed"
+    done = {signal.SIGKILL: 0, signal.SIGSTOP: 0}
+    with (
+        (tmp_path / "stderr").open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True) as launcher,
+    ):
+        try:
+            at = 0
+            while sum(done.values()) < FAULTS and wait_for(run, launcher, at):
+                time.sleep(chance.uniform(0, 1.5))
+                fault, victims = chance.choice(list(done)), workers_of(launcher.pid)
+                if len(victims) < 3:
+                    continue
+                victim, at = chance.choice(victims), finished(run)
+                with suppress(ProcessLookupError):
+                    os.kill(victim, fault)
+                    done[fault] += 1
+                    print(f"generation {at}: {fault.name}", flush=True)
+                if fault == signal.SIGSTOP:
+                    time.sleep(TIMEOUT + 4)
+                    assert all(pid == victim or pid not in victims for pid in workers_of(launcher.pid)), "not noticed"
+                    with suppress(ProcessLookupError):
+                        os.kill(victim, signal.SIGCONT)  # and wakes up when it has been given up
+            output = launcher.communicate(timeout=300)[0]
+        finally:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 0, (tmp_path / "stderr").read_text()[-3000:]
+    summary = json.loads(output.splitlines()[-1])
+    assert (summary["theta_sha256"], summary["generations"]) == (expected, GENERATIONS)
+    assert sum(done.values()) == FAULTS
