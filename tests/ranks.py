@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,15 +142,25 @@ def bytes_counted(exchange: Exchange) -> dict[str, list[int]]:
     search = gl.Search(model, gl.SNES(population=12), loss=F.cross_entropy, fleet=fleet)
     x, y = torch.ones(4, 200), torch.zeros(4, dtype=torch.int64)
     search.step(x, y)
+    before = settled(fleet)
     fleet.traffic()
-    before, messages = on_the_wire(), fleet.collective.traffic.messages
+    messages = fleet.collective.traffic.messages
     for _ in range(20):
         search.step(x, y)
     counted, messages = fleet.traffic(), fleet.collective.traffic.messages - messages
-    fleet.all(True)  # the others have received, too
-    after = on_the_wire()
+    after = settled(fleet)
     system = [b - a for a, b in zip(before, after, strict=True)]
     return {"counted": list(counted), "system": system, "messages": [messages]}
+
+
+def settled(fleet: gl.SPMD) -> list[int]:
+    """The system's counts once everything that was sent has been acknowledged."""
+    fleet.all(True)
+    found, last = on_the_wire(), [0, 0]
+    while found != last:
+        time.sleep(0.2)
+        found, last = on_the_wire(), found
+    return found
 
 
 def on_the_wire() -> list[int]:
