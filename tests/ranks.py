@@ -150,6 +150,7 @@ def bytes_counted(exchange: Exchange) -> dict[str, list[int]]:
     counted, messages = fleet.traffic(), fleet.collective.traffic.messages - messages
     after = settled(fleet)
     system = [b - a for a, b in zip(before, after, strict=True)]
+    fleet.all(True)  # nobody leaves before all have counted
     return {"counted": list(counted), "system": system, "messages": [messages]}
 
 
