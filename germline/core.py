@@ -122,7 +122,7 @@ class Core:
                 prepared(self.module).to(self.device),
                 batch,
                 copies,
-                cards=self.fleet.size,
+                processes=self.fleet.size,
             )
             settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
             settled = in_type(self._make, settled, self.dtype, candidates, batch)

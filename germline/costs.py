@@ -2,8 +2,7 @@
 
 N equal workers share the P members of a generation of a net with M parameters, 4 bytes each. A generation takes
 
-    evaluate   the largest share of the members, ceil(P / N), times the seconds of a member; where members are dealt in
-               blocks, the largest share of the blocks
+    evaluate   the members of the largest share of the blocks times the seconds of a member
     update     the seconds of ``tell``, which are P times a part for the noise of a member, and a part that is left
     network    what a worker sends or receives, the larger, over the bandwidth, and a latency for each message
 
@@ -28,32 +27,28 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
-import torch
 
 from germline.core import Core
 from germline.errors import BadInput, unknown
 from germline.fleet import Local
+from germline.fleet.exchange import Mode, refuse
 from germline.fleet.local import one_thread_each
 from germline.objective import Batch
-from germline.optim import TorchOptimiser
+from germline.population.size import even_block
 from germline.recipe import Recipe
 from germline.strategies import AnyStrategy, Told, pack
-from germline.strategies.settings import optimiser_of
 from germline.trainer import set_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Mode = Literal["replay", "chromosome", "semi", "central"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # the simplest first
 WORD = 4  # bytes of a score, and of an integer of a sum
 
 MODELLED = ("openai-es", "snes", "mu-lambda", "ga", "pso")
-# of torch.optim, those that treat each parameter by itself
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 LATENCY = 3e-4  # seconds of a message by gloo, between two processes of one machine
 LOOPBACK = 2e9  # bytes a second where no network is in the way
 WORTH = 0.01  # by how much a mode must be faster to be chosen over a simpler one
@@ -76,8 +71,7 @@ class Rates:
     step_seconds: float  # of an update, whatever the population is
     held: int = 1  # arrays of M in a State
     held_per_member: int = 0  # and for each member of the population
-    block: int = 1  # members that are evaluated together
-    dealt: int = 1  # members that go to a worker together: a block, where blocks are not cut
+    block: int = 1  # members that are evaluated together, at most
     width: int = 4  # bytes of a parameter
 
     def update_seconds(self, population: int) -> float:
@@ -175,12 +169,12 @@ def arrays_summed(strategy: AnyStrategy) -> int:
     return {"openai-es": 1, "snes": 2}.get(strategy.name, 0)
 
 
-def column_parallel(strategy: AnyStrategy) -> bool:
-    """Whether a part of the columns can be updated by itself: not by every optimiser of torch."""
-    optimiser = optimiser_of(strategy) if hasattr(strategy, "optimizer") else None
-    if not isinstance(optimiser, TorchOptimiser):
-        return True
-    return type(optimiser.make([torch.nn.Parameter(torch.zeros(2))])).__name__ in ELEMENTWISE
+def possible(mode: Mode, strategy: AnyStrategy) -> bool:
+    try:
+        refuse(mode, strategy)
+    except BadInput:
+        return False
+    return True
 
 
 def cost(
@@ -205,11 +199,12 @@ def cost(
     if workers < 1 or population < 1:
         raise BadInput(f"There must be at least one worker and one member, not {workers} and {population}.")
     asked, sums = arrays_asked(strategy, population), arrays_summed(strategy)
-    if (mode == "semi" and not sums) or (mode == "chromosome" and not column_parallel(strategy)):
+    if not possible(mode, strategy):
         return None
     array, others = rates.width * parameters, workers - 1
     share = up(population, workers)
-    scored = min(population, up(up(population, rates.dealt), workers) * rates.dealt)
+    block = even_block(population, rates.block, workers)
+    scored = min(population, up(up(population, block), workers) * block)
     rounds = others.bit_length()  # ceil(log2 N)
     held = max(asked, rates.held + rates.held_per_member * population)
     update = rates.update_seconds(population)

@@ -10,7 +10,6 @@ from torch import nn
 from germline.costs import (
     MODES,
     Cost,
-    Mode,
     Network,
     Rates,
     arrays_asked,
@@ -27,6 +26,7 @@ from germline.costs import (
     weak_efficiency,
 )
 from germline.errors import BadInput
+from germline.fleet.exchange import Mode
 from germline.recipe import Recipe
 from germline.strategies import GA, PSO, SNES, AnyStrategy, Gradient, MuLambda, OpenAIES
 
@@ -47,20 +47,20 @@ def approximately(one: Cost, **expected: float) -> None:
     assert {name: getattr(one, name) for name in expected} == pytest.approx(expected)
 
 
-# By hand: 10 members on 4 workers, 3 at most for each, and 100 parameters. A member takes 1 s, an update 10 * 0.1 + 0.5
-# seconds; 4 * 10 * 3/4 = 30 bytes of scores come in 3 messages.
+# By hand: 10 members in 5 blocks on 4 workers, 2 blocks at most for each, and 100 parameters. A member takes 1 s, an
+# update 10 * 0.1 + 0.5 s; 4 * 10 * 3/4 = 30 bytes of scores come in 3 messages.
 
 
 def test_replay_repeats_the_update_and_receives_scores() -> None:
     approximately(
         found("replay", 4),
-        evaluate_seconds=3.0,
+        evaluate_seconds=4.0,
         update_seconds=1.5,
         bytes_received=30,
         bytes_sent=30,
         messages=3,
         network_seconds=0.03 + 0.03,
-        seconds=4.56,
+        seconds=5.56,
         memory_bytes=(3 + 2) * 400,
     )
 
@@ -68,13 +68,13 @@ def test_replay_repeats_the_update_and_receives_scores() -> None:
 def test_chromosome_divides_the_update_and_receives_columns() -> None:
     approximately(
         found("chromosome", 4),
-        evaluate_seconds=3.0,
+        evaluate_seconds=4.0,
         update_seconds=0.375,
         bytes_received=30 + 300,
         bytes_sent=330,
         messages=6,
         network_seconds=0.33 + 0.06,
-        seconds=3.765,
+        seconds=4.765,
         memory_bytes=(1 + 2 / 4 + 2) * 400,  # theta, a quarter of Adam's moments, a block
     )
 
@@ -82,7 +82,7 @@ def test_chromosome_divides_the_update_and_receives_columns() -> None:
 def test_semi_divides_the_sum_and_reduces_it() -> None:
     approximately(
         found("semi", 4),
-        evaluate_seconds=3.0,
+        evaluate_seconds=4.0,
         update_seconds=3 * 0.1 + 0.5,
         bytes_received=30 + 600,
         bytes_sent=630,
@@ -95,7 +95,7 @@ def test_semi_divides_the_sum_and_reduces_it() -> None:
 def test_central_computes_once_and_broadcasts_by_a_tree() -> None:
     approximately(
         found("central", 4),
-        evaluate_seconds=3.0,
+        evaluate_seconds=4.0,
         update_seconds=1.5,
         bytes_received=30 + 400,
         bytes_sent=30 + 2 * 400,  # two rounds
@@ -112,13 +112,13 @@ def test_one_worker_exchanges_nothing(mode: Mode) -> None:
     approximately(found(mode, 1), **expected, seconds=11.5, memory_bytes=2000)
 
 
-def test_members_that_are_dealt_in_blocks_keep_few_workers_busy() -> None:
+def test_members_are_dealt_in_blocks_of_which_there_is_one_for_each_worker() -> None:
     seconds = []
-    for workers in (1, 2, 4, 64):  # 3 blocks of 4 members
-        one = cost(replace(RATES, dealt=4), OpenAIES(), 100, 10, "replay", workers, NETWORK)
+    for workers in (1, 2, 3, 4, 8):  # 2 blocks of 8 members, then 3 of 6, 4 of 4 and 8 of 2
+        one = cost(replace(RATES, block=8), OpenAIES(), 100, 16, "replay", workers, NETWORK)
         assert one is not None
         seconds.append(one.evaluate_seconds)
-    assert seconds == [10, 8, 4, 4]
+    assert seconds == [16, 8, 6, 4, 2]
 
 
 def test_parameters_of_eight_bytes_double_what_travels_but_not_scores_and_sums() -> None:

@@ -155,11 +155,11 @@ def test_blocks_are_dealt_by_speed() -> None:
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
     with pytest.raises(BadInput, match="no semi-updates for ga"):
-        refuse("semi", gl.GA(), 2)
+        refuse("semi", gl.GA())
     with pytest.raises(BadInput, match="LBFGS does not treat each parameter by itself"):
-        refuse("chromosome", gl.OpenAIES(optimizer=FakeLBFGS), 2)
+        refuse("chromosome", gl.OpenAIES(optimizer=FakeLBFGS))
     with pytest.raises(BadInput, match="gradient runs in one process"):
-        refuse("replay", gl.Gradient(), 2)
+        refuse("replay", gl.Gradient())
     with pytest.raises(BadInput, match="exchange"):
         gl.SPMD("everything")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="timeout"):

@@ -68,8 +68,11 @@ class Update:
         part = {name: cut(getattr(state, name), *self.span) for name in strategy.asked}
         mine = dataclasses.replace(state, **part)
         if self.mode == "chromosome":
-            mine = strategy.tell(mine, told, field, maximize=maximize, start=self.span[0])
-            return dataclasses.replace(mine, **self._gathered(mine, strategy.asked))
+            after = strategy.tell(mine, told, field, maximize=maximize, start=self.span[0])
+            new = [name for name in strategy.asked if getattr(after, name) is not getattr(mine, name)]
+            columns = [getattr(after, name) for name in new]
+            kept = {name: getattr(state, name) for name in strategy.asked}
+            return dataclasses.replace(after, **(kept | dict(zip(new, self._joined(columns), strict=True))))
         return self._central(strategy, state, told, field, maximize=maximize)
 
     def _semi(self, strategy: Summed[Any], state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
@@ -91,10 +94,11 @@ class Update:
     def _central(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
         collective, plain, arrays = self.collective, None, {}
         if collective.rank == self.root:
-            state = strategy.tell(state, told, field, maximize=maximize)
+            before, state = state, strategy.tell(state, told, field, maximize=maximize)
             plain = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in strategy.asked}
             plain = {name: value for name, value in plain.items() if isinstance(value, int | float | tuple)}
-            arrays = {name: getattr(state, name) for name in strategy.asked if getattr(state, name) is not None}
+            arrays = {name: getattr(state, name) for name in strategy.asked}
+            arrays = {name: array for name, array in arrays.items() if array is not getattr(before, name)}
         plain, shapes = collective.say([plain, {name: list(x.shape) for name, x in arrays.items()}], self.root)
         like = state.theta
         for name, shape in shapes.items():
@@ -123,12 +127,10 @@ class Update:
         gathered = {name: changed(getattr(state, name), lambda x: self._joined([x])[0]) for name in others}
         return dataclasses.replace(state, **gathered)
 
-    def _gathered(self, mine: Any, names: tuple[str, ...]) -> dict[str, Any]:
-        present = [name for name in names if getattr(mine, name) is not None]
-        return dict(zip(present, self._joined([getattr(mine, name) for name in present]), strict=True))
-
     def _joined(self, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
         """Arrays of which each process has its columns, whole: in one message, padded to the widest span."""
+        if not arrays:
+            return []
         rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
         low, high = self.span
         width, count = max(b - a for a, b in self.spans), sum(map(len, rows))
@@ -151,7 +153,7 @@ def changed(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
     return {key: changed(item, function) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def refuse(mode: Exchange, strategy: AnyStrategy, size: int) -> None:
+def refuse(mode: Exchange, strategy: AnyStrategy) -> None:
     """Says what cannot be done."""
     if strategy.needs_gradient:
         raise BadInput(f"The strategy {strategy.name} runs in one process: leave out --fleet.")

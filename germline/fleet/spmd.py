@@ -230,7 +230,7 @@ class SPMD(Local):
     # The update
 
     def adapted(self, strategy: AnyStrategy) -> AnyStrategy:
-        refuse(self.exchange, strategy, self.size)
+        refuse(self.exchange, strategy)
         if self.exchange != "semi":
             return strategy
         shards = strategy.shards if strategy.shards > 1 else self.size  # type: ignore[attr-defined]
@@ -254,7 +254,7 @@ class SPMD(Local):
         if self.size == 1:
             return "replay"
         try:
-            refuse("chromosome", strategy, self.size)
+            refuse("chromosome", strategy)
         except BadInput:
             return "replay"
         scores = np.arange(strategy.population, dtype=np.float32)

@@ -19,13 +19,12 @@ LIVE = 2  # tensors of the largest size that are alive at once: an input and an 
 
 
 def block_size(
-    population: int, genome: Genome, module: nn.Module, batch: Batch | None, copies: int = 1, cards: int = 1
+    population: int, genome: Genome, module: nn.Module, batch: Batch | None, copies: int = 1, processes: int = 1
 ) -> int:
     """A function of the problem and of the kind of device, never of how busy a machine is.
 
-    As large as the budget allows, of whole pairs, and equal, so that little of the last block is padding; in a power of
-    two, so that any usual number of cores is evenly loaded. ``copies`` of a member's weights are held while it is made.
-    On a card, where a whole population is often one block, there is at least one for each of the ``cards``.
+    ``copies`` of a member's weights are held while it is made; there is at least one block for each of the
+    ``processes`` of a fleet.
     """
     one = 4 * (copies * genome.size + LIVE * widest(module, batch))
     device = next(module.parameters()).device
@@ -33,8 +32,18 @@ def block_size(
     if device.type == "cuda":
         most, memory = LARGEST_ON_A_CARD, memory_of(device) // PART_OF_A_CARD
     largest = max(2, min(most, memory // one))
-    least = cards if device.type == "cuda" else 1
-    blocks = 1 << (max(least, -(-population // largest)) - 1).bit_length()
+    return even_block(population, largest, processes)
+
+
+def even_block(population: int, largest: int, processes: int) -> int:
+    """The size of equal blocks, of whole pairs, so that little of the last one is padding.
+
+    There is a power of two of them, so that any usual number of cores is evenly loaded, or one for each process.
+
+    >>> even_block(256, 64, 3), even_block(250, 64, 1), even_block(768, 64, 96)
+    (64, 64, 8)
+    """
+    blocks = max(processes, 1 << (-(-population // largest) - 1).bit_length())
     return 2 * -(-population // (2 * blocks))
 
 
