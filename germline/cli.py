@@ -21,7 +21,7 @@ from germline import trainer
 from germline.api import free_directory
 from germline.errors import BadInput, Lost, unknown
 from germline.fleet import SPMD, TIMEOUT, Exchange, Local, launched
-from germline.genome import theta_sha256
+from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.noise import whole_number
 from germline.population import DType, SlowPath
@@ -250,6 +250,51 @@ def strategies(name: Annotated[str | None, typer.Argument(help="one of them, wit
         for field in dataclasses.fields(strategy_class(name)):
             table.add_row(field.name, str(field.default), field.metadata.get("meaning", ""))
     Console().print(table)
+
+
+@command
+def plan(
+    recipe: RecipeName,
+    strategy: StrategyName = None,
+    population: Population = None,
+    rank: Rank = None,
+    device: Device = "auto",
+    workers: Annotated[str, typer.Option(help="numbers of workers")] = "1,2,4,8,16,32,64,96",
+    network: Annotated[str, typer.Option(help="between workers, such as 1gbit, '10mbit 20ms' or none")] = "1gbit",
+    data: DataDir = None,
+    settings: Settings = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="the efficiencies as a picture, too")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Predict time, memory and bytes of a generation by exchange and number of workers."""
+    from germline import costs
+
+    if data is not None:
+        os.environ["GERMLINE_DATA"] = str(data)
+    own, of_recipe = split_settings(settings or [])
+    shortcuts = {"population": population, "rank": rank}
+    own |= {key: str(value) for key, value in shortcuts.items() if value is not None}
+    made = with_strategy(make(recipe, of_recipe, 0), strategy, own)
+    between = costs.Network.parse(network)
+    counts = [whole_number("number of workers", parse(int, "workers", text), 1 << 20) for text in workers.split(",")]
+    rates, parameters = costs.measure(made, made.strategy, device), Genome.of(made.model).size
+    found = costs.table(rates, made.strategy, parameters, made.strategy.population, between, counts)
+    said = costs.recommend(found)
+    if plot is not None:
+        thin = between if between != costs.Network.parse("none") else costs.Network.parse("100mbit")
+        networks = (costs.Network.parse("none"), thin)
+        costs.figure(rates, made.strategy, parameters, networks=networks).savefig(plot)
+    if json_:
+        rows = [dataclasses.asdict(cost) for cost in found]
+        print(json.dumps({"parameters": parameters, "rates": dataclasses.asdict(rates), "costs": rows, "use": said}))
+        return
+    about = f"{made.strategy.name}, {parameters:,} parameters, population {made.strategy.population}"
+    print(f"{about}, network: {between.described()}")
+    table = Table(*found[0].told(), box=None, pad_edge=False, padding=(0, 1))
+    for cost in found:
+        table.add_row(*cost.told().values())
+    Console().print(table)
+    print(said)
 
 
 @command

@@ -144,7 +144,6 @@ class Cost:
             "update": in_seconds(self.update_seconds),
             "network": in_seconds(self.network_seconds),
             "received": in_bytes(self.bytes_received),
-            "sent": in_bytes(self.bytes_sent),
             "memory": in_bytes(self.memory_bytes),
         }
 

@@ -218,7 +218,6 @@ def test_the_table_has_every_mode_for_every_number_of_workers() -> None:
         "update": "0.36 s",
         "network": "2.13 ms",
         "received": "3.4 kB",
-        "sent": "3.4 kB",
         "memory": "84 MB",
     }
 
