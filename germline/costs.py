@@ -24,6 +24,7 @@ slower worker, and evaluation while something travels are left out.
 import dataclasses
 import itertools
 import re
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -407,7 +408,7 @@ def measured_update(core: Core, population: int) -> Update:
         state.theta[:1].cpu()  # waits for the device
 
     tell()  # compiles, and makes a State of as many arrays as it will have
-    seconds = best_of(tell, TELLING)
+    seconds = typical(tell, TELLING)
     arrays = [tensor for tensor in pack(state)[1].values() if tensor.ndim and tensor.shape[-1] == core.genome.size]
     return Update(strategy.population, seconds, sum(array.numel() for array in arrays) // core.genome.size)
 
@@ -426,7 +427,7 @@ def seconds_of_a_member(core: Core, batch: Batch | None) -> float:
     candidates = strategy.ask(state, core.noise, 1, strategy.values(state, 1))
 
     def seconds(count: int) -> float:
-        return best_of(lambda: core.fleet.evaluate(evaluator, candidates, count, batch), EVALUATING) / count
+        return typical(lambda: core.fleet.evaluate(evaluator, candidates, count, batch), EVALUATING) / count
 
     if core.device.type != "cpu":
         return seconds(population)
@@ -436,17 +437,14 @@ def seconds_of_a_member(core: Core, batch: Batch | None) -> float:
     return seconds(block if slow else min(population, BLOCKS * block))
 
 
-def best_of(work: Callable[[], object], seconds: float) -> float:
-    """The shortest time of some work, which is done at least once and until so many seconds have passed."""
-    began, best = time.perf_counter(), float("inf")
-    for _ in range(REPEATS):
+def typical(work: Callable[[], object], seconds: float) -> float:
+    """The median time of some work, which is done at least once and until so many seconds have passed."""
+    began, found = time.perf_counter(), []
+    while not found or (len(found) < REPEATS and time.perf_counter() - began < seconds):
         start = time.perf_counter()
         work()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now - began > seconds:
-            break
-    return best
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
 
 
 def figure(
