@@ -45,9 +45,8 @@ MOST, ENOUGH = 7, 5.0  # generations that are timed, and seconds after which it 
 def recipe_of(net: str, population: int) -> Recipe:
     batch = NETS[net]
     made = make(net, {"data": "synthetic", "batch_size": str(batch), "examples": str(4 * batch)}, 0)
-    return dataclasses.replace(
-        made, strategy=dataclasses.replace(made.strategy, population=population), dtype="float32"
-    )  # type: ignore[type-var]
+    strategy: Any = made.strategy
+    return dataclasses.replace(made, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
 
 
 def timed(recipe: Recipe, fleet: Local) -> dict[str, float]:
@@ -174,11 +173,11 @@ def report(nets: list[str], limits: list[str], members: int, alone: dict[str, An
                 network = costs.Network.parse(rate)
                 predicted = costs.cost(rates, strategy, parameters, 2 * members, mode, 2, network)
                 assert predicted is not None
-                seconds, plan = one["seconds"], predicted.seconds
+                seconds, plan, moved = one["seconds"], predicted.seconds, max(one["sent"], one["received"])
                 print(
                     f"  {rate:8} {mode:11} {seconds:9.3f} {plan:6.3f} {seconds / plan:7.2f}"
                     f" {single['seconds'] / seconds:5.2f} {whole['seconds'] / seconds / 2:5.2f}"
-                    f" {one['noise'] / seconds:5.1%} {max(one['sent'], one['received']):12,.0f} B {one['interface']:12,.0f} B"
+                    f" {one['noise'] / seconds:5.1%} {moved:12,.0f} B {one['interface']:12,.0f} B"
                 )
         first = {mode: pairs[limits[0]][f"{net} {mode}"] for mode in MODES}
         halves = first["chromosome"]["received"] / first["semi"]["received"]
