@@ -12,6 +12,7 @@ receives, the larger, and those that have left its interface.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -19,13 +20,13 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
-import torch
 
 from germline import costs, trainer
 from germline.fleet import SPMD, Local, launched
@@ -39,7 +40,7 @@ MODES: tuple[Mode, ...] = ("replay", "chromosome", "semi", "central")
 HOSTS = {"germlineA": "10.77.9.1", "germlineB": "10.77.9.2"}
 WIRE = "wire"
 PORT = "29871"
-MOST, ENOUGH = 7, 5.0  # generations that are timed, and seconds after which it is enough
+TURNS, SLOW = 5, 5.0  # generations that are timed; of those that take so many seconds only one is
 
 
 def recipe_of(net: str, population: int) -> Recipe:
@@ -49,44 +50,55 @@ def recipe_of(net: str, population: int) -> Recipe:
     return dataclasses.replace(made, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
 
 
-def timed(recipe: Recipe, fleet: Local) -> dict[str, float]:
-    """Seconds of a generation, of which so many are spent on making noise, and bytes of this process."""
+def timed(recipe: Recipe, fleet: Local, limits: list[str]) -> dict[str, dict[str, float]]:
+    """Of a generation at each limit: seconds, of which so many go into noise, and bytes of this process.
+
+    The limits take turns, so that what else goes on in the machine falls on all of them.
+    """
     core, _, _, batch = trainer.set_up(recipe, fleet, 0)
     core.prepare(batch)
     core.divide()
     noise = noise_seconds(core, fleet)
     core.advance(core.evaluate(2, batch))
-    fleet.traffic()
-    interface = sent_by_interface()
-    seconds: list[float] = []
-    while sum(seconds) < ENOUGH and len(seconds) < MOST:
+    seconds: dict[str, list[float]] = {rate: [] for rate in limits}
+    moved: dict[str, tuple[float, float]] = {}
+    number = 2
+    for turn, rate in itertools.product(range(TURNS), limits):
+        if turn and min(seconds[rate]) > SLOW:
+            continue
+        if fleet.rank == 0 and fleet.size > 1:
+            limit(rate)
         fleet.all(True)
-        began = time.perf_counter()
-        core.advance(core.evaluate(3 + len(seconds), batch))
+        fleet.traffic()
+        before, began, number = sent_by_interface(), time.perf_counter(), number + 1
+        core.advance(core.evaluate(number, batch))
         fleet.all(True)  # what was sent has arrived
-        seconds.append(fleet.told(time.perf_counter() - began))  # all stop at once
-    sent, received = fleet.traffic()
-    found = {"seconds": statistics.median(seconds), "sent": sent / len(seconds), "received": received / len(seconds)}
-    return found | {"interface": (sent_by_interface() - interface) / len(seconds), "noise": noise}
+        seconds[rate].append(fleet.told(time.perf_counter() - began))
+        moved[rate] = float(max(fleet.traffic())), float(sent_by_interface() - before)
+    found = {rate: {"seconds": statistics.median(some), "noise": noise} for rate, some in seconds.items()}
+    return {rate: one | dict(zip(("moved", "interface"), moved[rate], strict=True)) for rate, one in found.items()}
 
 
 def noise_seconds(core: Any, fleet: Local) -> float:
     """Of this process: the noise of its members, and of its part of the update."""
     population, size = core.strategy.population, core.genome.size
     share = population // fleet.size
-    few = core.noise.members(np.arange(4), 1)
-    few.perturb(core.state.theta, 0.02)  # compiles
-    few.weighted_sum(np.arange(4), (0, size))
-    began = time.perf_counter()
-    few.perturb(core.state.theta, 0.02)
-    perturb = (time.perf_counter() - began) / 4 * share
     mode = fleet.update.mode if isinstance(fleet, SPMD) and fleet.update is not None else "replay"
     members = share if mode == "semi" else population
     columns = size // fleet.size if mode == "chromosome" else size
-    everybody = core.noise.members(np.arange(members), 1)
-    began = time.perf_counter()
-    everybody.weighted_sum(np.arange(members), (0, columns))
-    return float(perturb + time.perf_counter() - began)
+    few, everybody = core.noise.members(np.arange(4), 1), core.noise.members(np.arange(members), 1)
+    weights, out = np.arange(members), core.state.theta.new_empty(4, size)
+    perturb = best(lambda: few.perturb(core.state.theta, 0.02, out=out)) / 4 * share
+    return perturb + best(lambda: everybody.weighted_sum(weights, (0, columns)))
+
+
+def best(work: Callable[[], object]) -> float:
+    found = []
+    for _ in range(4):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
 
 
 def sent_by_interface() -> int:
@@ -95,35 +107,38 @@ def sent_by_interface() -> int:
     return int(counters.read_text()) if counters.is_file() else 0
 
 
-def work(nets: list[str], members: int) -> dict[str, Any]:
-    """What one process does: alone the references, of two the exchanges."""
+def work(nets: list[str], limits: list[str], members: int) -> dict[str, Any]:
+    """What each of two processes does; the first also what one process does alone, while the other waits."""
     found: dict[str, Any] = {}
-    size = launched().size
+    fleet = SPMD(device="cpu", timeout=1200)
     for net in nets:
-        for mode in MODES:
-            recipe = recipe_of(net, members * size)
-            found[f"{net} {mode}"] = timed(recipe, SPMD(mode, device="cpu", timeout=600))
-            if size == 1:
-                recipe = recipe_of(net, 2 * members)
-                found[f"{net} {mode} all"] = timed(recipe, SPMD(mode, device="cpu", timeout=600))
-                break
-        recipe = recipe_of(net, 2 * members)
-        found[f"{net} rates"] = dataclasses.asdict(costs.measure(recipe, recipe.strategy, "cpu"))
+        both = recipe_of(net, 2 * members)
+        if fleet.rank == 0:
+            found[net] = {
+                "one": timed(recipe_of(net, members), Local("cpu", 1), ["none"])["none"]["seconds"],
+                "all": timed(both, Local("cpu", 1), ["none"])["none"]["seconds"],
+            }
+        fleet.all(True)
+        exchanges = {mode: timed(both, SPMD(mode, device="cpu", timeout=1200), limits) for mode in MODES}
+        rates = dataclasses.asdict(costs.measure(both, both.strategy, "cpu"))  # both measure at once, as they work
+        fleet.all(True)
+        if fleet.rank == 0:
+            found[net] |= {"exchanges": exchanges, "rates": rates}
+            print(f"{net}: done", file=sys.stderr, flush=True)
     return found
 
 
-def run_in(host: str | None, rank: int, size: int, arguments: list[str]) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": PORT}
+def processes(arguments: list[str]) -> dict[str, Any]:
+    """Two of them, each in a namespace of its own; what the first has found."""
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": HOSTS["germlineA"], "MASTER_PORT": PORT}
     environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    environment["MASTER_ADDR"] = HOSTS["germlineA"] if host else "127.0.0.1"
-    within = ["ip", "netns", "exec", host] if host else []
-    command = [*within, sys.executable, __file__, "--worker", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
-def result_of(processes: list["subprocess.Popen[str]"]) -> dict[str, Any]:
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
+    started = []
+    for rank, host in enumerate(HOSTS):
+        command = ["ip", "netns", "exec", host, sys.executable, __file__, "--worker", *arguments]
+        mine = environment | {"RANK": str(rank)}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mine))
+    outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
         raise SystemExit("a process has failed")
     found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
     return found
@@ -158,36 +173,32 @@ def disconnect() -> None:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def report(nets: list[str], limits: list[str], members: int, alone: dict[str, Any], pairs: dict[str, Any]) -> None:
-    for net in nets:
-        single, whole = alone[f"{net} replay"], alone[f"{net} replay all"]
+def report(limits: list[str], members: int, found: dict[str, Any]) -> None:
+    for net, one in found.items():
+        strategy, rates = recipe_of(net, 2 * members).strategy, costs.Rates(**one["rates"])
         parameters = sum(p.numel() for p in recipe_of(net, 2).model.parameters())
-        print(f"\n{net}: {parameters:,} parameters, {members} members a process")
-        print(f"  one process: {single['seconds']:.3f} s, with the members of two {whole['seconds']:.3f} s")
-        print("  limit    exchange      seconds  plan   ratio   E_w   E_s  noise  moved          interface")
-        for rate in limits:
-            for mode in MODES:
-                one = pairs[rate][f"{net} {mode}"]
-                rates = costs.Rates(**pairs[rate][f"{net} rates"])
-                strategy = recipe_of(net, 2 * members).strategy
-                network = costs.Network.parse(rate)
-                predicted = costs.cost(rates, strategy, parameters, 2 * members, mode, 2, network)
-                assert predicted is not None
-                seconds, plan, moved = one["seconds"], predicted.seconds, max(one["sent"], one["received"])
-                print(
-                    f"  {rate:8} {mode:11} {seconds:9.3f} {plan:6.3f} {seconds / plan:7.2f}"
-                    f" {single['seconds'] / seconds:5.2f} {whole['seconds'] / seconds / 2:5.2f}"
-                    f" {one['noise'] / seconds:5.1%} {moved:12,.0f} B {one['interface']:12,.0f} B"
-                )
-        first = {mode: pairs[limits[0]][f"{net} {mode}"] for mode in MODES}
-        halves = first["chromosome"]["received"] / first["semi"]["received"]
-        part = first["replay"]["received"] / first["chromosome"]["received"]
+        alone, whole = one["one"], one["all"]
+        print(f"\n{net}: {parameters:,} parameters, {members} members a process, batches of {NETS[net]}")
+        print(f"  one process: {alone:.3f} s, with the members of two {whole:.3f} s")
+        print("  limit    exchange      seconds   plan  ratio   E_w   E_s  noise          moved      interface")
+        for rate, mode in itertools.product(limits, MODES):
+            here = one["exchanges"][mode][rate]
+            seconds, network = here["seconds"], costs.Network.parse(rate)
+            predicted = costs.cost(rates, strategy, parameters, 2 * members, mode, 2, network)
+            assert predicted is not None
+            print(
+                f"  {rate:8} {mode:11} {seconds:9.3f} {predicted.seconds:6.3f} {seconds / predicted.seconds:6.2f}"
+                f" {alone / seconds:5.2f} {whole / seconds / 2:5.2f} {here['noise'] / seconds:6.1%}"
+                f" {here['moved']:12,.0f} B {here['interface']:12,.0f} B"
+            )
+        first = {mode: one["exchanges"][mode][limits[0]] for mode in MODES}
+        halves = first["chromosome"]["moved"] / first["semi"]["moved"]
+        part = first["replay"]["moved"] / first["chromosome"]["moved"]
         print(f"  chromosome moves {halves:.2f} of semi (wanted 0.5), replay {part:.6f} of chromosome (wanted 0.001)")
-        kept = first["replay"]["seconds"] / pairs[limits[-1]][f"{net} replay"]["seconds"]
+        kept = first["replay"]["seconds"] / one["exchanges"]["replay"][limits[-1]]["seconds"]
         print(f"  at {limits[-1]} replay keeps {kept:.2f} of its speed at {limits[0]} (wanted 0.9)")
         fastest = min(MODES[:2], key=lambda mode: float(first[mode]["seconds"]))
-        times = whole["seconds"] / first[fastest]["seconds"]
-        print(f"  two processes are {times:.2f} times one, by {fastest} (wanted 1.8)")
+        print(f"  two processes are {whole / first[fastest]['seconds']:.2f} times one, by {fastest} (wanted 1.8)")
 
 
 def main() -> None:
@@ -200,24 +211,18 @@ def main() -> None:
     nets, limits = given.net or list(NETS), given.limit or list(LIMITS)
     warnings.simplefilter("ignore")
     if given.worker:
-        found = work(nets, given.members)
+        found = work(nets, limits, given.members)
         if launched().rank == 0:
             print(json.dumps(found), flush=True)
         return
     arguments = [word for net in nets for word in ("--net", net)]
-    arguments += ["--members", str(given.members)]
-    torch.set_num_threads(1)
-    alone = result_of([run_in(None, 0, 1, arguments)])
+    arguments += [word for rate in limits for word in ("--limit", rate)]
     connect()
-    pairs = {}
     try:
-        for rate in limits:
-            limit(rate)
-            pairs[rate] = result_of([run_in(host, rank, 2, arguments) for rank, host in enumerate(HOSTS)])
-            print(f"{rate}: done", file=sys.stderr, flush=True)
+        found = processes([*arguments, "--members", str(given.members)])
     finally:
         disconnect()
-    report(nets, limits, given.members, alone, pairs)
+    report(limits, given.members, found)
 
 
 if __name__ == "__main__":

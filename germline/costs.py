@@ -439,7 +439,8 @@ def seconds_of_a_member(core: Core, batch: Batch | None) -> float:
 
 def typical(work: Callable[[], object], seconds: float) -> float:
     """The median time of some work, which is done at least once and until so many seconds have passed."""
-    began, found = time.perf_counter(), []
+    began = time.perf_counter()
+    found: list[float] = []
     while not found or (len(found) < REPEATS and time.perf_counter() - began < seconds):
         start = time.perf_counter()
         work()
