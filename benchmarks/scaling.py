@@ -88,7 +88,7 @@ def noise_seconds(core: Any, fleet: Local) -> float:
     columns = size // fleet.size if mode == "chromosome" else size
     few, everybody = core.noise.members(np.arange(4), 1), core.noise.members(np.arange(members), 1)
     weights, out = np.arange(members), core.state.theta.new_empty(4, size)
-    perturb = best(lambda: few.perturb(core.state.theta, 0.02, out=out)) / 4 * share
+    perturb: float = best(lambda: few.perturb(core.state.theta, 0.02, out=out)) / 4 * share
     return perturb + best(lambda: everybody.weighted_sum(weights, (0, columns)))
 
 

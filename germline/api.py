@@ -127,7 +127,7 @@ def train(
             if training.journal is not None:
                 training.journal.close()
     model.load_state_dict(training.model().state_dict())
-    if training.interrupted:
+    if summary["stopped_by"] == "interrupt":
         raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.path)!r}")
     return Result(model, training.history, training.path, summary)
 

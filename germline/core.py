@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from germline.errors import BadInput
+from germline.errors import BadInput, Lost
 from germline.fleet import Local
 from germline.fleet.local import one_thread_each
 from germline.genome import Genome
@@ -158,7 +158,7 @@ class Core:
                     slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
                 else:
                     slower = Settled(alone, "scores of sampled members are no longer those of the model by itself")
-        except BadInput:
+        except (BadInput, Lost):
             raise
         except Exception as error:  # code that takes another way with this batch than it took in the check
             if plan.one_by_one:

@@ -112,6 +112,16 @@ class Journal:
             raise BadInput(message + f"use germline {header.get('versions', {}).get('germline')}.")
         return cls(path, header, connection)
 
+    @classmethod
+    def launch_of(cls, path: Path) -> str | None:
+        """What began a run, without a look at its records; None if that cannot be told."""
+        with suppress(sqlite3.Error, TypeError, ValueError, KeyError, BadInput):
+            connection = connect(path / "journal.sqlite", read_only=True)
+            found = connection.execute("SELECT json FROM header").fetchone()
+            connection.close()
+            return str(json.loads(found[0])["launch"])
+        return None
+
     def close(self) -> None:
         self.connection.close()
 

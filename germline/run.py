@@ -143,7 +143,8 @@ class Run:
         """What the run came to; with the final snapshot and the exported model on disk."""
         core = self.core
         self.save()
-        return core.fleet.told(self.concluded(stopped_by) if self.journal is not None else {})
+        summary = self.concluded(stopped_by) if self.journal is not None else {}
+        return core.fleet.told(summary, patiently=True)
 
     def concluded(self, stopped_by: str) -> dict[str, Any]:
         core = self.core

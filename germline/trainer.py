@@ -4,7 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,8 @@ def begun_by(launch: str | None, runs: Path) -> Path | None:
     """The run in a directory that a launch has begun."""
     if launch is None:
         return None
-    for file in runs.glob("*/journal.sqlite"):
-        with suppress(BadInput):
-            journal = Journal.open(file.parent, read_only=True)
-            journal.close()
-            if journal.header.get("launch") == launch:
-                return file.parent
-    return None
+    found = (file.parent for file in runs.glob("*/journal.sqlite"))
+    return next((path for path in found if Journal.launch_of(path) == launch), None)
 
 
 def start(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -122,6 +123,27 @@ def test_the_command_in_three_processes(tmp_path: Path) -> None:
     straight = [str(BIN / "germline"), "resume", str(tmp_path / "local"), "--generations", "13", "--json"]
     expected = json.loads(subprocess.run(straight, capture_output=True, text=True).stdout.splitlines()[-1])
     assert json.loads(more.stdout)["theta_sha256"] == expected["theta_sha256"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups")
+def test_ctrl_c_ends_all_processes_and_loses_nothing(tmp_path: Path) -> None:
+    arguments = ["train", "digits", "--population", "32", "--device", "cpu", "--runs", str(tmp_path), "--name", "run"]
+    command = [str(BIN / "germline"), *arguments, "--generations", "5000", "--fleet", "spmd", "--workers", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        while not (line := process.stderr.readline()).startswith("gen "):
+            assert line, "it has ended"
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read()
+    assert "interrupted after generation" in said
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    done = verify(reopen(Journal.open(tmp_path / "run")))["generations"]
+    assert 0 < done < 5000
+    again = ["resume", str(tmp_path / "run"), "--generations", str(done + 3), "--json"]
+    result = subprocess.run([str(BIN / "germline"), *again], capture_output=True, text=True)
+    assert json.loads(result.stdout.splitlines()[-1])["generations"] == done + 3
 
 
 def test_the_same_by_mpi(tmp_path: Path) -> None:

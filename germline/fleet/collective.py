@@ -21,6 +21,7 @@ from germline.fleet.launch import Launch
 
 Backend = Literal["auto", "gloo", "nccl", "mpi"]
 PIECE = 1 << 19  # bytes that gloo gathers at once: in one piece it reaches half of the rate of a slow link
+LONG = 3600.0  # seconds that one process may take at the end, when it scores whole data sets
 PATIENCE = 120.0  # seconds for all processes to arrive, if the timeout is shorter: they load their libraries first
 
 
@@ -45,7 +46,7 @@ class Operations(Protocol):
 
     def add(self, tensor: torch.Tensor) -> None: ...
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> None: ...
 
     def close(self) -> None: ...
 
@@ -76,10 +77,10 @@ class Collective:
         self.traffic.count(moved, moved, 2 * (self.size - 1))
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> torch.Tensor:
         """The tensor of one process, in place, passed on along a tree."""
         with self.heeded():
-            self.operations.broadcast(tensor, root)
+            self.operations.broadcast(tensor, root, patiently=patiently)
         number = (self.rank - root) % self.size
         children = len(children_of(number, self.size))
         parents = int(number != 0)
@@ -95,10 +96,10 @@ class Collective:
         rows = self.gather(torch.from_numpy(padded)).numpy()
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def say(self, value: Any, root: int) -> Any:
+    def say(self, value: Any, root: int, *, patiently: bool = False) -> Any:
         """The value of one process, as JSON."""
         content = json.dumps(value).encode() if self.rank == root else b""
-        size = int(self.broadcast(torch.tensor([len(content)]), root))
+        size = int(self.broadcast(torch.tensor([len(content)]), root, patiently=patiently))
         text = torch.zeros(size, dtype=torch.uint8)
         if self.rank == root:
             text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -140,6 +141,7 @@ class Torch:
         kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         if dist.is_initialized():  # by the user's own program
             self.group: Any = dist.new_group(timeout=waits, backend=kinds)
+            self.patient: Any = dist.new_group(timeout=timedelta(seconds=max(timeout, LONG)), backend="gloo")
             self.mine = False
             return
         if not os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -149,6 +151,7 @@ class Torch:
         store = store_of(launch, max(timeout, PATIENCE))
         dist.init_process_group(kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=waits)
         self.group, self.mine = dist.group.WORLD, True
+        self.patient = dist.new_group(timeout=timedelta(seconds=max(timeout, LONG)), backend="gloo")
         atexit.register(self.close)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -170,12 +173,13 @@ class Torch:
     def add(self, tensor: torch.Tensor) -> None:
         self.dist.all_reduce(tensor, group=self.group)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.dist.broadcast(tensor, self.dist.get_global_rank(self.group, root), group=self.group)
+    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> None:
+        group = self.patient if patiently else self.group
+        self.dist.broadcast(tensor, self.dist.get_global_rank(group, root), group=group)
 
     def close(self) -> None:
         if self.mine and self.dist.is_initialized():
-            self.group = None  # its threads end with the last who knows it
+            self.group = self.patient = None  # their threads end with the last who knows them
             self.dist.destroy_process_group()
 
 
@@ -200,7 +204,7 @@ class MPI:
         self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
         tensor.copy_(here)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> None:
         here = tensor.cpu()
         self.world.Bcast(self._bytes(here), root)
         tensor.copy_(here)

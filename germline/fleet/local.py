@@ -146,8 +146,8 @@ class Local:
         """The State of the process that keeps the journal."""
         return state
 
-    def told(self, value: T) -> T:
-        """What the process that keeps the journal says."""
+    def told(self, value: T, *, patiently: bool = False) -> T:
+        """What the process that keeps the journal says; patiently, where it may take longer than a generation."""
         return value
 
     def all(self, holds: bool) -> bool:

@@ -70,7 +70,7 @@ class SPMD(Local):
         self.kept_by = 0  # the rank that keeps the journal
         self.update: Update | None = None
         self.status: Any = np.zeros(1, STATUS)  # what the others are to hear with the next scores
-        self.last = (0.0, False)  # what was last heard
+        self.last: tuple[float, bool] | None = None  # what was last heard
         self.shares: tuple[int, ...] = ()  # blocks of each process
         self.block_seconds: list[float] = []  # of each process; none before there is anything measured
         self.counted = (0, 0)
@@ -153,8 +153,8 @@ class SPMD(Local):
                         f"Rank {rank} has another {name} than rank 0: all processes must be about the same work."
                     )
 
-    def told(self, value: T) -> T:
-        found: T = self.collective.say(value if self.keeper else None, self.kept_by)
+    def told(self, value: T, *, patiently: bool = False) -> T:
+        found: T = self.collective.say(value if self.keeper else None, self.kept_by, patiently=patiently)
         return found
 
     def all(self, holds: bool) -> bool:
@@ -170,7 +170,7 @@ class SPMD(Local):
         self.status["digest"] = digest[:16].encode()
 
     def heard(self, seconds: float, interrupted: bool) -> tuple[float, bool]:
-        return self.last
+        return self.last or (seconds, False)
 
     def traffic(self) -> tuple[int, int]:
         now, before = (self.collective.traffic.sent, self.collective.traffic.received), self.counted
