@@ -119,9 +119,11 @@ def work(nets: list[str], limits: list[str], members: int) -> dict[str, Any]:
                 "all": timed(both, Local("cpu", 1), ["none"])["none"]["seconds"],
             }
         fleet.all(True)
-        exchanges = {mode: timed(both, SPMD(mode, device="cpu", timeout=1200), limits) for mode in MODES}
-        rates = dataclasses.asdict(costs.measure(both, both.strategy, "cpu"))  # both measure at once, as they work
-        fleet.all(True)
+        exchanges, rates = {}, {}
+        for mode in MODES:
+            exchanges[mode] = timed(both, SPMD(mode, device="cpu", timeout=1200), limits)
+            rates[mode] = dataclasses.asdict(costs.measure(both, both.strategy, "cpu"))  # both at once, as they work
+            fleet.all(True)
         if fleet.rank == 0:
             found[net] |= {"exchanges": exchanges, "rates": rates}
             print(f"{net}: done", file=sys.stderr, flush=True)
@@ -175,7 +177,7 @@ def disconnect() -> None:
 
 def report(limits: list[str], members: int, found: dict[str, Any]) -> None:
     for net, one in found.items():
-        strategy, rates = recipe_of(net, 2 * members).strategy, costs.Rates(**one["rates"])
+        strategy, rates = recipe_of(net, 2 * members).strategy, one["rates"]
         parameters = sum(p.numel() for p in recipe_of(net, 2).model.parameters())
         alone, whole = one["one"], one["all"]
         print(f"\n{net}: {parameters:,} parameters, {members} members a process, batches of {NETS[net]}")
@@ -184,7 +186,7 @@ def report(limits: list[str], members: int, found: dict[str, Any]) -> None:
         for rate, mode in itertools.product(limits, MODES):
             here = one["exchanges"][mode][rate]
             seconds, network = here["seconds"], costs.Network.parse(rate)
-            predicted = costs.cost(rates, strategy, parameters, 2 * members, mode, 2, network)
+            predicted = costs.cost(costs.Rates(**rates[mode]), strategy, parameters, 2 * members, mode, 2, network)
             assert predicted is not None
             print(
                 f"  {rate:8} {mode:11} {seconds:9.3f} {predicted.seconds:6.3f} {seconds / predicted.seconds:6.2f}"
