@@ -83,7 +83,7 @@ def noise_seconds(core: Any, fleet: Local) -> float:
     """Of this process: the noise of its members, and of its part of the update."""
     population, size = core.strategy.population, core.genome.size
     share = population // fleet.size
-    mode = fleet.update.mode if isinstance(fleet, SPMD) and fleet.update is not None else "replay"
+    mode = core.update.mode if core.update is not None else "replay"
     members = share if mode == "semi" else population
     columns = size // fleet.size if mode == "chromosome" else size
     few, everybody = core.noise.members(np.arange(4), 1), core.noise.members(np.arange(members), 1)

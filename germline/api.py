@@ -17,9 +17,8 @@ from germline import noise, trainer
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.genome import theta_sha256
 from germline.header import revive, settings_of
-from germline.journal import Journal
+from germline.journal import Journal, content_sha256
 from germline.objective import Batch, Metric, bytes_of, objective_of, tensors_in
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipe import Recipe
@@ -113,6 +112,7 @@ def train(
     fleet, stop = fleet or Local(), Stop(generations, seconds, Target.of(target))
     with torch.inference_mode(False):  # whose tensors do not tell when they are changed
         if resume is not None:
+            fleet.new_run()
             if run is not None:
                 raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
             if not fleet.elect((Path(resume) / "journal.sqlite").is_file()) and fleet.size > 1:
@@ -120,7 +120,7 @@ def train(
             training = trainer.resume(recipe, Journal.open(Path(resume)) if fleet.keeper else None, fleet)
         else:
             path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-            training = trainer.begin(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop)
+            training = trainer.begin(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop, named=run is not None)
         try:
             summary = trainer.run(training, stop, callbacks)
         finally:
@@ -217,12 +217,14 @@ class Search:
     def _join(self) -> None:
         """Before the first generation: makes sure that all processes of a fleet are about the same search."""
         core = self._core
+        core.fleet.new_run()
         trainer.share_weights(core)
         core.prepare(self._batch)
         core.adopt(Plan(**core.fleet.told(dataclasses.asdict(core.settled))))
         facts: dict[str, Any] = {"noise on its device": noise.proof(core.device), "model": core.genome.fingerprint}
         facts |= {"strategy": [core.strategy.name, settings_of(core.strategy), core.seed]}
-        facts |= {"initial weights": theta_sha256(core.state.theta), "generation": self.generation}
+        facts |= {"kind of device": core.device.type, "generation": self.generation}
+        facts |= {"initial weights": content_sha256(*pack(core.state))}
         core.fleet.join(lambda: facts)
 
     @property
@@ -240,7 +242,7 @@ class Search:
         In a fleet all processes must ask for it, and all get it.
         """
         core = self._core
-        tree, tensors = pack(core.fleet.whole(core.strategy, core.state))
+        tree, tensors = pack(core.fleet.shared(core.whole()))
         settings = settings_of(core.strategy)
         about: dict[str, Any] = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed}
         about |= {"evaluation": dataclasses.asdict(core.plan) if core.plan is not None else None}

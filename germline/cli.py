@@ -20,7 +20,7 @@ from rich.table import Table
 from germline import trainer
 from germline.api import free_directory
 from germline.errors import BadInput, Lost, unknown
-from germline.fleet import SPMD, TIMEOUT, Exchange, Local, launched
+from germline.fleet import SPMD, TIMEOUT, Exchange, Local, launched, run_here
 from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.noise import whole_number
@@ -38,7 +38,6 @@ from germline.strategies import STRATEGIES, strategy_class
 from germline.strategies.settings import parse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
-RESTARTS = 10  # of processes that were launched here
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -124,10 +123,11 @@ def train(
     chosen = fleet_of(fleet, device, workers, exchange, timeout)
     if baseline and fleet != "local":
         raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
+    launch_here(fleet, workers)
 
     def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Run:
         about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
-        return trainer.begin(made, path, seed=seed, fleet=chosen, about=about, stop=stop)
+        return trainer.begin(made, path, seed=seed, fleet=chosen, about=about, stop=stop, named=name is not None)
 
     if not baseline:
         finish(begin(made, path, stop, command_line()), stop, as_json=json_)
@@ -173,6 +173,8 @@ def resume(
     here = (run / "journal.sqlite").is_file()
     usual = Journal.open(run, read_only=True).header["device"] if here else "auto"
     chosen = fleet_of(fleet, device or usual, workers, exchange, timeout)
+    launch_here(fleet, workers)
+    chosen.new_run()
     if not chosen.elect(here):
         Journal.open(run)  # says what is missing
     journal = Journal.open(run) if chosen.keeper else None
@@ -377,24 +379,17 @@ def refuse_baseline(recipe: Recipe, path: Path, fleet: Local) -> None:
 
 
 def fleet_of(name: str, device: str, workers: int | None, exchange: str, timeout: float) -> Local:
-    """The fleet that was asked for; processes that nobody has launched are launched here."""
     if name == "local":
         return Local(device, workers)
     if name != "spmd":
         raise unknown("fleet", name, ("local", "spmd"))
-    fleet = SPMD(typing.cast(Exchange, exchange), device=device, timeout=timeout)
-    if fleet.launched.by == "nobody" and workers is not None and workers > 1:
-        launch_here(workers)
-    return fleet
+    return SPMD(typing.cast(Exchange, exchange), device=device, timeout=timeout)
 
 
-def launch_here(processes: int) -> None:
-    """Becomes torchrun, which runs this command in so many processes and starts them again if one dies."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    arguments = ["--standalone", f"--nproc-per-node={processes}", f"--max-restarts={RESTARTS}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "germline", *sys.argv[1:]]
-    os.execve(sys.executable, command, environment)
+def launch_here(fleet: str, workers: int | None) -> None:
+    """Where processes of a fleet are asked for and nobody has launched them, this one does, and ends with them."""
+    if fleet == "spmd" and workers is not None and workers > 1 and launched().by == "nobody":
+        raise typer.Exit(run_here([sys.executable, "-m", "germline", *sys.argv[1:]], workers))
 
 
 def recipe_of(header: Mapping[str, Any], path: Path) -> Recipe:

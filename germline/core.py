@@ -66,6 +66,7 @@ class Core:
     noise: Field = field(init=False)
     state: Any = field(init=False)
     evaluator: Evaluator | None = field(init=False, default=None)
+    update: Any = field(init=False, default=None)  # how a fleet shares out the update; see ``divide``
     under_way: "UnderWay | None" = field(init=False, default=None)  # see ``begin``
 
     def __post_init__(self) -> None:
@@ -149,11 +150,8 @@ class Core:
                 scores = begun.scores.cpu().numpy()[:population]
             else:
                 scores = self.fleet.evaluate(evaluator, candidates, population, batch)
-            if (
-                batch is not None
-                and generation % CHECK_EVERY == 1
-                and not self.fleet.all(self._confirmed(candidates, batch, scores))
-            ):
+            looked_at = batch is not None and generation % CHECK_EVERY == 1
+            if looked_at and not self._all_confirm(candidates, batch, scores):
                 if plan.dtype == "bfloat16":
                     slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
                 else:
@@ -186,6 +184,11 @@ class Core:
         if recording is not None and recording.trusted:
             scores = recording.scores(candidates, batch)
             self.under_way = UnderWay(generation, batch, values, self.state, self.strategy, scores)
+
+    def _all_confirm(self, candidates: Candidates, batch: Batch | None, scores: NDArray[np.float32]) -> bool:
+        assert batch is not None
+        fleet, given = self.fleet, batch
+        return fleet.all(fleet.together(lambda: self._confirmed(candidates, given, scores)))
 
     def _confirmed(self, candidates: Candidates, batch: Batch, scores: NDArray[np.float32]) -> bool:
         """Whether sampled members, or all but one of them, have the scores of plain copies of the module."""
@@ -231,12 +234,18 @@ class Core:
     def advance(self, told: Told) -> None:
         """The same by the whole fleet, each with its part of the State."""
         maximize = self.objective.maximize
-        self.state = self.fleet.advance(self.strategy, self.state, told, self.noise, maximize=maximize)
+        given = (self.strategy, self.state, told, self.noise)
+        self.state = self.fleet.advance(self.update, *given, maximize=maximize)
 
     def divide(self) -> None:
         """Leaves of a whole State what this process needs."""
         maximize = self.objective.maximize
-        self.state = self.fleet.divide(self.strategy, self.state, self.noise, maximize=maximize)
+        found = self.fleet.divide(self.strategy, self.state, self.noise, maximize=maximize)
+        self.update, self.state = found
+
+    def whole(self) -> Any:
+        """The State with what other processes have of it; all must ask for it."""
+        return self.fleet.whole(self.update, self.strategy, self.state)
 
     def probe(self, batch: Batch | None) -> Told:
         """Chooses sigma: the one for which two halves of a population agree best on where to go."""

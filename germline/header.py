@@ -39,7 +39,7 @@ def header_of(
         "batch_size": batches.batch_size if batches is not None else None,
         "evaluation": dataclasses.asdict(core.plan) if core.plan is not None else None,
         "initial_theta_sha256": theta_sha256(core.state.theta),
-        "device": str(core.device) if core.fleet.size == 1 else core.device.type,
+        "device": str(core.device) if core.fleet.launch is None and core.fleet.size == 1 else core.device.type,
         "processes": core.fleet.size,
         "launch": core.fleet.launch,
         "versions": {"germline": __version__, "torch": torch.__version__, "numpy": np.__version__},

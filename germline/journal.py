@@ -12,7 +12,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,14 +113,14 @@ class Journal:
         return cls(path, header, connection)
 
     @classmethod
-    def launch_of(cls, path: Path) -> str | None:
-        """What began a run, without a look at its records; None if that cannot be told."""
-        with suppress(sqlite3.Error, TypeError, ValueError, KeyError, BadInput):
-            connection = connect(path / "journal.sqlite", read_only=True)
-            found = connection.execute("SELECT json FROM header").fetchone()
-            connection.close()
-            return str(json.loads(found[0])["launch"])
-        return None
+    def begins_with(cls, path: Path, said: Mapping[str, Any]) -> bool:
+        """Whether the header of a run says so, without a look at its records."""
+        with suppress(sqlite3.Error, TypeError, ValueError):
+            address = f"file:{quote(str((path / 'journal.sqlite').resolve()))}?mode=ro"
+            with closing(sqlite3.connect(address, uri=True)) as connection:
+                header = json.loads(connection.execute("SELECT json FROM header").fetchone()[0])
+            return all(header.get(name) == value for name, value in said.items())
+        return False
 
     def close(self) -> None:
         self.connection.close()

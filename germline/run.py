@@ -63,7 +63,7 @@ class Run:
         self.generation += 1
         self.look_ahead()
         looked_at = self.generation % self.recipe.evaluate_every == 0
-        metrics = fleet.told(self.measure(batch) if fleet.keeper else {}) if looked_at else {}
+        metrics = fleet.attended(lambda: self.measure(batch)) if looked_at else {}
         diagnostics = core.diagnose(told, before) if looked_at and fleet.keeper else {}
         seconds = time.perf_counter() - began
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
@@ -86,7 +86,7 @@ class Run:
 
     def save(self) -> None:
         """A snapshot, to which every process gives what it has of the State."""
-        state = self.core.fleet.whole(self.core.strategy, self.core.state)
+        state = self.core.whole()
         if self.journal is not None:
             self.journal.save(state, self.generation)
 
@@ -143,8 +143,7 @@ class Run:
         """What the run came to; with the final snapshot and the exported model on disk."""
         core = self.core
         self.save()
-        summary = self.concluded(stopped_by) if self.journal is not None else {}
-        return core.fleet.told(summary, patiently=True)
+        return core.fleet.attended(lambda: self.concluded(stopped_by))
 
     def concluded(self, stopped_by: str) -> dict[str, Any]:
         core = self.core

@@ -1,5 +1,6 @@
 """The loop: evaluate, tell, journal."""
 
+import copy
 import signal
 import threading
 import time
@@ -63,21 +64,24 @@ def interruptible(training: Run) -> Iterator[None]:
 
 
 def begin(
-    recipe: Recipe, path: Path, *, seed: int, fleet: Local, about: Mapping[str, Any], stop: Stop | None = None
+    recipe: Recipe,
+    path: Path,
+    *,
+    seed: int,
+    fleet: Local,
+    about: Mapping[str, Any],
+    stop: Stop | None = None,
+    named: bool = True,
 ) -> Run:
     """A new run; or, where the launcher of this process has started it again, the run that it began before."""
-    earlier = begun_by(fleet.launch, path.parent)
+    fleet.new_run()
+    same = {"launch": fleet.launch, "seed": seed, "recipe": about.get("recipe"), "command": about.get("command")}
+    places = [path] if named else [file.parent for file in path.parent.glob("[!.]*/journal.sqlite")]
+    found = (place for place in places if Journal.begins_with(place, same | {"strategy": recipe.strategy.name}))
+    earlier = next(found, None) if fleet.launch is not None else None
     if not fleet.elect(earlier is not None):
         return start(recipe, path, seed=seed, fleet=fleet, about=about, stop=stop)
     return resume(recipe, Journal.open(earlier) if earlier is not None and fleet.keeper else None, fleet)
-
-
-def begun_by(launch: str | None, runs: Path) -> Path | None:
-    """The run in a directory that a launch has begun."""
-    if launch is None:
-        return None
-    found = (file.parent for file in runs.glob("*/journal.sqlite"))
-    return next((path for path in found if Journal.launch_of(path) == launch), None)
 
 
 def start(
@@ -93,10 +97,11 @@ def start(
         return core, splits, batches
 
     core, splits, batches = fleet.together(tried)
+    every = [recipe.evaluate_every, recipe.snapshot_every]
     share_weights(core)
     core.adopt(Plan(**fleet.told(asdict(core.settled))))
     header = header_of(core, splits, batches, {**about, "stop": asdict(stop)})
-    fleet.join(lambda: facts_of(core, header))
+    fleet.join(lambda: facts_of(core, header) | {"times of evaluation and snapshots": every})
     journal = fleet.together(lambda: Journal.create(path, header, core.state) if fleet.keeper else None)
     training = Run(core, recipe, journal, Path(fleet.told(str(path))), splits, batches)
     choose_sigma(training)
@@ -108,6 +113,8 @@ def facts_of(core: Core, header: Mapping[str, Any]) -> dict[str, Any]:
     """What must be the same in all processes of a fleet."""
     return {
         "version of the noise": noise.VERSION,
+        "kind of device": core.device.type,
+        "limit at which to stop": header["stop"],
         "noise on its device": noise.proof(core.device),
         "recipe": [header["recipe"], header["recipe_settings"], header["batch_size"], header["maximize"]],
         "strategy": [header["strategy"], header["settings"], header["seed"]],
@@ -146,7 +153,8 @@ def choose_sigma(training: Run) -> None:
     batch = training.batch(0)
     told = core.probe(batch)
     samples = told.scores.size * (batch.size if batch else 1)
-    side = {"seconds": round(time.perf_counter() - began, 6), "samples": samples, "bytes": core.fleet.traffic()}
+    mine = {"seconds": round(time.perf_counter() - began, 6), "samples": samples, "bytes": core.fleet.traffic()}
+    side = core.fleet.told(mine)
     if training.journal is not None:
         training.journal.append(told, None, side)
     settle(training, Record(told, None, side))
@@ -155,15 +163,16 @@ def choose_sigma(training: Run) -> None:
 def resume(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
     """A run as its journal left it, ready for the next generation; of a fleet, only one process has the journal."""
     training = fleet.together(lambda: rebuild(recipe, journal, fleet))
-    fleet.join(lambda: {"noise on its device": noise.proof(training.core.device)})
-    fleet.together(lambda: replay(training) if training.journal is not None else None)
     core = training.core
+    fleet.join(lambda: {"noise on its device": noise.proof(core.device), "kind of device": core.device.type})
+    fleet.attended(lambda: replay(training))
+    sigma = getattr(core.strategy, "sigma", None)
     known = {name: getattr(training, name) for name in ("generation", "seconds", "samples", "metrics")}
-    known, plan, sigma = fleet.told((known, asdict(core.settled), getattr(core.strategy, "sigma", None)))
+    known, plan, sigma = fleet.told((known, asdict(core.settled), sigma if isinstance(sigma, float) else None))
     for name, value in known.items():
         setattr(training, name, value)
     core.adopt(Plan(**plan))
-    if getattr(core.strategy, "sigma", None) == "auto" != sigma:
+    if getattr(core.strategy, "sigma", None) == "auto" and sigma is not None:
         core.strategy = replace(core.strategy, sigma=sigma)  # type: ignore[type-var]
     core.state = fleet.shared(core.state)
     choose_sigma(training)
@@ -174,11 +183,16 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
 def rebuild(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
     """A run before its first generation, from the recipe it was begun with."""
     header, path = fleet.told((dict(journal.header), str(journal.path)) if journal is not None else ({}, ""))
+    if fleet.sends_weights:
+        model = copy.deepcopy(recipe.model)
+        model.load_state_dict(fleet.shared(dict(model.state_dict())))
+        recipe = replace(recipe, model=model)
     splits = recipe.splits()
     strategy = revive(header, recipe.strategy)
     core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], Plan(**header["evaluation"]))
     differences = {
         "model": (core.genome.described(), header["layout"]),
+        "number of shards": (getattr(core.strategy, "shards", 1), header["settings"].get("shards", 1)),
         "objective": (core.objective.maximize, header["maximize"]),
         "value of the model's frozen parameters and buffers": (fixed_sha256(recipe.model), header["fixed"]),
         **{f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()},

@@ -28,14 +28,14 @@ STRATEGIES: dict[str, AnyStrategy] = {
     "openai-es, rank 1, momentum": gl.OpenAIES(population=24, rank=1, optimizer="momentum", weight_decay=0.01),
     "openai-es, torch": gl.OpenAIES(population=24, optimizer="torch.RMSprop"),
     "openai-es, auto": gl.OpenAIES(population=24, sigma="auto"),
+    "openai-es, scheduled": gl.OpenAIES(population=24, sigma=gl.Schedule("linear", 0.1, 0.05, 10)),
     "snes": gl.SNES(population=24, sigma=0.1),
     "mu-lambda": gl.MuLambda(population=24, parents=4, rank=1),
     "mu-lambda, fifth": gl.MuLambda(population=24, parents=4, mates=2, recombination="discrete", adaptation="fifth"),
     "ga": gl.GA(population=24, parents=4, crossover="one-point", mutation=0.5),
     "pso": gl.PSO(population=24, decay=0.9),
 }
-EXACT: tuple[Exchange, ...] = ("replay", "chromosome", "central", "auto")
-GENERATIONS = 12
+GENERATIONS = 8
 
 
 def problem(seed: int = 0, hidden: int = 9) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def problem(seed: int = 0, hidden: int = 9) -> dict[str, Any]:
 
 
 def trained(strategy: AnyStrategy, path: Path, fleet: gl.Local, **changes: Any) -> str:
-    settings = {**problem(), "generations": GENERATIONS, "snapshot_every": 5, **changes}
+    settings = {**problem(), "generations": GENERATIONS, "snapshot_every": 3, **changes}
     result = gl.train(strategy=strategy, run=path, fleet=fleet, **settings)
     assert len(result.history) == settings["generations"]
     return str(result.summary["theta_sha256"])
@@ -55,23 +55,34 @@ def in_shards(strategy: AnyStrategy, shards: int) -> AnyStrategy:
     return dataclasses.replace(strategy, shards=shards)  # type: ignore[type-var]
 
 
+def modes_of(name: str) -> tuple[Exchange, ...]:
+    """The exact ones."""
+    return ("replay", "chromosome", "central", *(("auto",) if name == "openai-es" else ()))
+
+
 def hashes(directory: str) -> dict[str, str]:
     """Of every strategy by every exchange."""
     found = {}
     for name, strategy in STRATEGIES.items():
-        modes = (*EXACT, "semi") if hasattr(strategy, "shards") else EXACT
-        for mode in modes:
+        for mode in (*modes_of(name), *(("semi",) if hasattr(strategy, "shards") else ())):
             fleet = gl.SPMD(mode, device="cpu", timeout=60)
             found[f"{name} by {mode}"] = trained(strategy, Path(directory) / f"{name} {mode}", fleet)
     return found
 
 
-def resumed(directory: str) -> str:
-    """A run that one process began and many go on with, by another exchange."""
-    fleet = gl.SPMD("chromosome", device="cpu", timeout=60)
+def resumed(directory: str, *names: str) -> list[str]:
+    """Runs that one process began and many go on with, by another exchange, all with one fleet."""
+    fleet, found = gl.SPMD("chromosome", device="cpu", timeout=60), []
     settings = {**problem(), "generations": GENERATIONS}
-    result = gl.train(strategy=gl.SNES(), resume=directory, fleet=fleet, **settings)
-    return str(result.summary["theta_sha256"])
+    for name in names:
+        result = gl.train(strategy=STRATEGIES[name], resume=Path(directory) / name, fleet=fleet, **settings)
+        found.append(str(result.summary["theta_sha256"]))
+    semi = gl.SPMD("semi", device="cpu", timeout=60)
+    try:
+        gl.train(strategy=STRATEGIES[names[0]], resume=Path(directory) / names[0], fleet=semi, **settings)
+    except gl.BadInput as error:
+        return [*found, str(error)]
+    return found
 
 
 def disagreements(directory: str) -> dict[str, str]:
@@ -83,6 +94,7 @@ def disagreements(directory: str) -> dict[str, str]:
         "data": {**problem(), "data": (torch.ones(48, 5) * (1 + odd), torch.zeros(48, dtype=torch.int64))},
         "batches": {**problem(), "batch_size": 16 + 8 * odd},
         "seed": {**problem(), "seed": int(odd)},
+        "limit": {**problem(), "generations": GENERATIONS + odd},
         "target": {**problem(), "target": "no_such_metric=1" if odd else None},
         "score": {**problem(), "loss": failing if odd else F.cross_entropy, "generations": 90},
     }

@@ -48,7 +48,7 @@ def test_weights_do_not_depend_on_processes_or_exchange(processes: int, tmp_path
     expected: dict[str, str] = {}
     for name, strategy in ranks.STRATEGIES.items():
         plain = ranks.trained(strategy, tmp_path / f"{name} local", local)
-        expected |= {f"{name} by {mode}": plain for mode in ranks.EXACT}
+        expected |= {f"{name} by {mode}": plain for mode in ranks.modes_of(name)}
         if hasattr(strategy, "shards"):  # semi-updates are the update of as many shards
             shards = ranks.in_shards(strategy, processes)
             expected[f"{name} by semi"] = ranks.trained(shards, tmp_path / f"{name} semi local", local)
@@ -59,11 +59,15 @@ def test_weights_do_not_depend_on_processes_or_exchange(processes: int, tmp_path
         assert verify(reopen(Journal.open(tmp_path / f"snes {mode}")))["theta_sha256"] == expected[f"snes by {mode}"]
 
 
-def test_a_run_goes_on_in_a_fleet(tmp_path: Path) -> None:
-    strategy = ranks.STRATEGIES["snes"]
-    expected = ranks.trained(strategy, tmp_path / "straight", gl.Local("cpu"))
-    ranks.trained(strategy, tmp_path / "half", gl.Local("cpu"), generations=7)
-    assert launch(2, "resumed", str(tmp_path / "half")) == [expected] * 2
+def test_runs_go_on_in_a_fleet(tmp_path: Path) -> None:
+    names = ("openai-es", "snes", "openai-es, scheduled")
+    expected = [ranks.trained(ranks.STRATEGIES[name], tmp_path / f"{name} whole", gl.Local("cpu")) for name in names]
+    for name in names:
+        ranks.trained(ranks.STRATEGIES[name], tmp_path / name, gl.Local("cpu"), generations=5)
+    refused = f"The number of shards is not that of {tmp_path / names[0]}: a run goes on only with what it began with."
+    for found in launch(2, "resumed", str(tmp_path), *names):
+        assert found[:3] == expected
+        assert refused in found[3]
 
 
 def test_processes_that_are_about_something_else_are_told_so(tmp_path: Path) -> None:
@@ -76,11 +80,12 @@ def test_processes_that_are_about_something_else_are_told_so(tmp_path: Path) -> 
             "data": "data set (train)",
             "batches": "recipe",
             "seed": "strategy",
+            "limit": "limit at which to stop",
             "target": "no_such_metric",
             "score": "the score cannot be computed",
         }
         assert {name for name, said in found.items() if words[name] in said} == set(words), found
-        assert all("Rank 1" in found[name] for name in ("weights", "layout", "data", "batches", "seed"))
+        assert all("Rank 1" in found[name] for name in ("weights", "layout", "data", "batches", "seed", "limit"))
 
 
 def test_search_in_a_fleet_is_search(tmp_path: Path) -> None:
@@ -138,6 +143,7 @@ def test_ctrl_c_ends_all_processes_and_loses_nothing(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         said = process.stderr.read()
     assert "interrupted after generation" in said
+    assert process.returncode == 130
     assert (tmp_path / "run" / "model.safetensors").exists()
     done = verify(reopen(Journal.open(tmp_path / "run")))["generations"]
     assert 0 < done < 5000
@@ -165,6 +171,17 @@ os.write(1, (json.dumps([type(fleet.collective.operations).__name__, *found]) + 
     assert done.returncode == 0, done.stderr[-3000:]
     shards = ranks.trained(ranks.in_shards(ranks.STRATEGIES["snes"], 2), tmp_path / "semi local", gl.Local("cpu"))
     assert [json.loads(line) for line in done.stdout.splitlines()] == [["MPI", *[expected] * 3, shards]] * 2
+
+
+def test_bad_input_of_a_fleet_is_exit_code_2(tmp_path: Path) -> None:
+    command = [str(BIN / "germline"), "train", "digits", "--runs", str(tmp_path), "--fleet", "spmd", "--workers", "2"]
+    for more, word in (
+        (["--strategy", "gradient"], "one process"),
+        (["--population", "6", "--exchange", "semi"], "cut"),
+    ):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, env=environment())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert word in done.stderr
 
 
 def test_blocks_are_dealt_by_speed() -> None:
@@ -203,5 +220,6 @@ def test_launchers_are_known_by_their_variables() -> None:
     ompi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     assert (launched(ompi).by, launched(ompi).address) == ("mpirun", "127.0.0.1")
     assert launched({**ompi, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}).address is None
+    assert launched({**slurm, "PMI_RANK": "5", "PMI_SIZE": "8"}).by == "srun"
     with pytest.raises(BadInput, match="MASTER_ADDR"):
         launched({"RANK": "0", "WORLD_SIZE": "2"})

@@ -6,12 +6,13 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +20,9 @@ import torch
 from germline.errors import BadInput, Lost
 from germline.fleet.launch import Launch
 
+T = TypeVar("T")
 Backend = Literal["auto", "gloo", "nccl", "mpi"]
 PIECE = 1 << 19  # bytes that gloo gathers at once: in one piece it reaches half of the rate of a slow link
-LONG = 3600.0  # seconds that one process may take at the end, when it scores whole data sets
 PATIENCE = 120.0  # seconds for all processes to arrive, if the timeout is shorter: they load their libraries first
 
 
@@ -46,7 +47,9 @@ class Operations(Protocol):
 
     def add(self, tensor: torch.Tensor) -> None: ...
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> None: ...
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    def beat(self, flag: torch.Tensor, root: int) -> None: ...
 
     def close(self) -> None: ...
 
@@ -77,10 +80,10 @@ class Collective:
         self.traffic.count(moved, moved, 2 * (self.size - 1))
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """The tensor of one process, in place, passed on along a tree."""
         with self.heeded():
-            self.operations.broadcast(tensor, root, patiently=patiently)
+            self.operations.broadcast(tensor, root)
         number = (self.rank - root) % self.size
         children = len(children_of(number, self.size))
         parents = int(number != 0)
@@ -96,10 +99,35 @@ class Collective:
         rows = self.gather(torch.from_numpy(padded)).numpy()
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def say(self, value: Any, root: int, *, patiently: bool = False) -> Any:
+    def attend(self, work: Callable[[], T], root: int) -> T | None:
+        """Work of one process, which may take longer than the timeout, as long as it says that it is still at it."""
+        if self.rank != root:
+            flag = torch.zeros(1)
+            while not flag.item():
+                with self.heeded():
+                    self.operations.beat(flag, root)
+            return None
+        ended = threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError, OSError):  # the main thread will notice
+                while not ended.wait(self.timeout / 4):
+                    self.operations.beat(torch.zeros(1), root)
+
+        beats = threading.Thread(target=beat, name="germline-beat", daemon=True)
+        beats.start()
+        try:
+            return work()
+        finally:
+            ended.set()
+            beats.join()
+            with self.heeded():
+                self.operations.beat(torch.ones(1), root)
+
+    def say(self, value: Any, root: int) -> Any:
         """The value of one process, as JSON."""
         content = json.dumps(value).encode() if self.rank == root else b""
-        size = int(self.broadcast(torch.tensor([len(content)]), root, patiently=patiently))
+        size = int(self.broadcast(torch.tensor([len(content)]), root))
         text = torch.zeros(size, dtype=torch.uint8)
         if self.rank == root:
             text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -141,7 +169,7 @@ class Torch:
         kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         if dist.is_initialized():  # by the user's own program
             self.group: Any = dist.new_group(timeout=waits, backend=kinds)
-            self.patient: Any = dist.new_group(timeout=timedelta(seconds=max(timeout, LONG)), backend="gloo")
+            self.beats: Any = dist.new_group(timeout=waits, backend="gloo")  # a thread of its own uses it
             self.mine = False
             return
         if not os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -151,7 +179,7 @@ class Torch:
         store = store_of(launch, max(timeout, PATIENCE))
         dist.init_process_group(kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=waits)
         self.group, self.mine = dist.group.WORLD, True
-        self.patient = dist.new_group(timeout=timedelta(seconds=max(timeout, LONG)), backend="gloo")
+        self.beats = dist.new_group(timeout=waits, backend="gloo")
         atexit.register(self.close)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,13 +201,15 @@ class Torch:
     def add(self, tensor: torch.Tensor) -> None:
         self.dist.all_reduce(tensor, group=self.group)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> None:
-        group = self.patient if patiently else self.group
-        self.dist.broadcast(tensor, self.dist.get_global_rank(group, root), group=group)
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self.dist.broadcast(tensor, self.dist.get_global_rank(self.group, root), group=self.group)
+
+    def beat(self, flag: torch.Tensor, root: int) -> None:
+        self.dist.broadcast(flag, self.dist.get_global_rank(self.beats, root), group=self.beats)
 
     def close(self) -> None:
         if self.mine and self.dist.is_initialized():
-            self.group = self.patient = None  # their threads end with the last who knows them
+            self.group = self.beats = None  # their threads end with the last who knows them
             self.dist.destroy_process_group()
 
 
@@ -191,7 +221,14 @@ class MPI:
             from mpi4py import MPI
         except ImportError as error:
             raise BadInput("The backend mpi needs mpi4py: pip install 'germline[mpi]'.") from error
-        self.mpi, self.world = MPI, MPI.COMM_WORLD
+        self.mpi, self.world, self.beats = MPI, MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()
+        told = sys.excepthook
+
+        def end_the_job(*error: Any) -> None:
+            told(*error)
+            self.world.Abort(1)  # the others would wait for ever
+
+        sys.excepthook = end_the_job
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         here = tensor.cpu()
@@ -204,10 +241,13 @@ class MPI:
         self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
         tensor.copy_(here)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, *, patiently: bool = False) -> None:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         here = tensor.cpu()
         self.world.Bcast(self._bytes(here), root)
         tensor.copy_(here)
+
+    def beat(self, flag: torch.Tensor, root: int) -> None:
+        self.beats.Bcast(self._bytes(flag), root)
 
     def close(self) -> None:
         pass  # MPI ends with the process
@@ -242,6 +282,7 @@ def store_of(launch: Launch, patience: float) -> Any:
     if launch.address is None:
         return HashStore()  # a single process
     waits = timedelta(seconds=patience)
+    end = time.monotonic() + patience
     if not launch.agent_store:
         store = TCPStore(launch.address, launch.port, launch.size, launch.rank == 0, timeout=waits)
         return PrefixStore("germline", store)
@@ -250,13 +291,18 @@ def store_of(launch: Launch, patience: float) -> Any:
         host = address_towards(launch.address)
         own = TCPStore(host, 0, launch.size, True, timeout=waits, wait_for_workers=False)
         board.set("germline/store", f"{host} {own.port}")
+        while own.add("arrived", 0) < launch.size - 1:  # from here on the timeout counts
+            if time.monotonic() > end:
+                raise RuntimeError(f"{own.add('arrived', 0) + 1} of {launch.size} have arrived")
+            time.sleep(0.02)
         return PrefixStore("germline", own)
-    end = time.monotonic() + patience
     while True:
         board.wait(["germline/store"], waits)
         host, port = board.get("germline/store").decode().split()
         if listens(host, int(port)):  # else it is that of a process that has died
-            return PrefixStore("germline", TCPStore(host, int(port), launch.size, False, timeout=waits))
+            store = TCPStore(host, int(port), launch.size, False, timeout=waits)
+            store.add("arrived", 1)
+            return PrefixStore("germline", store)
         if time.monotonic() > end:
             raise RuntimeError(f"nobody listens at {host}:{port}")
         time.sleep(0.05)
@@ -276,9 +322,15 @@ def address_towards(host: str) -> str:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # nothing is sent
-            return str(probe.getsockname()[0])
+            mine = str(probe.getsockname()[0])
+        # a name of this machine's own that stands for a loopback address is not what others know it by
+        return host if is_loopback(mine) and not is_loopback(host) else mine
     except OSError:
         return host
+
+
+def is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def interface_to(host: str | None) -> str | None:

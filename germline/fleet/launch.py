@@ -2,14 +2,23 @@
 
 import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+import time
+import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from germline.errors import BadInput
 
+LAUNCH = "GERMLINE_LAUNCH"  # the variable that names a launch by ``run_here``
+RESTARTS = 10
+GRACE = 3.0  # seconds for a process to end when another has
 PORTS = range(20000, 32000)  # from which a port is taken that all processes of a job derive by themselves
 
 
@@ -21,6 +30,7 @@ class Launch:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
     address: str | None = None
     port: int = 0
     agent_store: bool = False  # whether torchrun's agent keeps a store at that address
@@ -38,24 +48,23 @@ def launched(given: Mapping[str, str] | None = None) -> Launch:
     env = os.environ if given is None else given
     if "RANK" in env and "WORLD_SIZE" in env:
         return by_torchrun(env)
-    if "OMPI_COMM_WORLD_RANK" in env or "PMI_RANK" in env:
+    in_step = "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "batch") != "batch"
+    if "OMPI_COMM_WORLD_RANK" in env or ("PMI_RANK" in env and not in_step):
         return by_mpirun(env)
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_STEP_ID") != "batch":
-        return by_srun(env)
-    return Launch("nobody")
+    return by_srun(env) if in_step else Launch("nobody")
 
 
 def by_torchrun(env: Mapping[str, str]) -> Launch:
-    numbers = [int(env.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    rank, size, local_rank, local_size, port = (int(env.get(name, "0")) for name in names)
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise BadInput("RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: start it with torchrun.")
-    name = None
+    name = env.get(LAUNCH)
     if "TORCHELASTIC_RUN_ID" in env:  # the agent is the parent, and stays when it starts its workers again
         agent = os.getppid()
         name = f"torchrun {env['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {born(agent)}"
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rank, size, local_rank, port = numbers
-    return Launch("torchrun", rank, size, local_rank, env["MASTER_ADDR"], port, agent_store, name)
+    return Launch("torchrun", rank, size, local_rank, local_size, env["MASTER_ADDR"], port, agent_store, name)
 
 
 def by_mpirun(env: Mapping[str, str]) -> Launch:
@@ -63,18 +72,19 @@ def by_mpirun(env: Mapping[str, str]) -> Launch:
     rank, size, local_rank, local_size = (
         int(env.get(f"OMPI_COMM_WORLD_{ours}") or env.get(theirs) or 0) for ours, theirs in names.items()
     )
-    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size in (0, size) else None)
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
-    return Launch("mpirun", rank, size, local_rank, address, int(env.get("MASTER_PORT") or port_of(job)))
+    port = int(env.get("MASTER_PORT") or port_of(job))
+    return Launch("mpirun", rank, size, local_rank, local_size, address, port)
 
 
 def by_srun(env: Mapping[str, str]) -> Launch:
     job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
-    numbers = [int(env.get(name, "0")) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")]
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
+    rank, size, local_rank, local_size = (int(env.get(name) or "0") for name in names)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
-    rank, size, local_rank = numbers
-    port = int(env.get("MASTER_PORT") or port_of(job))
-    return Launch("srun", rank, size, local_rank, env.get("MASTER_ADDR") or first_node(nodes), port, name=f"srun {job}")
+    address, port = env.get("MASTER_ADDR") or first_node(nodes), int(env.get("MASTER_PORT") or port_of(job))
+    return Launch("srun", rank, size, local_rank, local_size, address, port, name=f"srun {job}")
 
 
 def first_node(nodes: str) -> str:
@@ -97,3 +107,51 @@ def born(process: int) -> str:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return "?"
+
+
+def run_here(command: Sequence[str], processes: int) -> int:
+    """Runs a command in so many processes of this machine, all of them again if one dies; its exit code.
+
+    Codes that mean something (0 done, 2 bad input, 130 interrupted) are passed on, and end the others.
+    """
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(processes)}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    environment |= {LAUNCH: uuid.uuid4().hex, "LOCAL_WORLD_SIZE": str(processes)}
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the processes, too
+    try:
+        for _ in range(1 + RESTARTS):
+            environment["MASTER_PORT"] = str(free_port())
+            started = [
+                subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+                for rank in range(processes)
+            ]
+            code = outcome(started)
+            if code in (0, 2, 130):
+                return code
+            print("note: a process of the fleet has died; all begin again from the journal", file=sys.stderr)
+        return 1
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def outcome(started: "Sequence[subprocess.Popen[bytes]]") -> int:
+    """The exit code of processes that belong together: 0 if all end well, else that of the first that does not."""
+    try:
+        while True:
+            codes = [process.poll() for process in started]
+            failed = [code for code in codes if code]
+            if failed or None not in codes:
+                return failed[0] if failed else 0
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE if process.poll() is None else 0)  # it may be about to end, too
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

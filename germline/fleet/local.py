@@ -123,7 +123,9 @@ class Local:
         with one_thread_each(), exact_arithmetic(evaluator.device):
             return evaluator.gradient(theta, batch)
 
-    def advance(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+    def advance(
+        self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
+    ) -> Any:
         """The State after a generation."""
         return strategy.tell(state, told, field, maximize=maximize)
 
@@ -134,11 +136,14 @@ class Local:
     def join(self, facts: Callable[[], dict[str, Any]]) -> None:
         """Makes sure that all processes are about the same work: ``facts`` are to be the same everywhere."""
 
-    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Any:
-        """Settles who updates what; of a whole State, what this process needs."""
-        return state
+    def new_run(self) -> None:
+        """What was known of another run is forgotten."""
 
-    def whole(self, strategy: AnyStrategy, state: Any) -> Any:
+    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:
+        """Who updates what; and of a whole State what this process needs."""
+        return None, state
+
+    def whole(self, update: Any, strategy: AnyStrategy, state: Any) -> Any:
         """A State with what other processes have of it."""
         return state
 
@@ -146,9 +151,13 @@ class Local:
         """The State of the process that keeps the journal."""
         return state
 
-    def told(self, value: T, *, patiently: bool = False) -> T:
-        """What the process that keeps the journal says; patiently, where it may take longer than a generation."""
+    def told(self, value: T) -> T:
+        """What the process that keeps the journal says."""
         return value
+
+    def attended(self, work: Callable[[], T]) -> T:
+        """What the process that keeps the journal finds, which may take longer than a generation."""
+        return work()
 
     def all(self, holds: bool) -> bool:
         """Whether something holds for every process."""

@@ -68,14 +68,12 @@ class SPMD(Local):
         self.exchange, self.backend, self.timeout = exchange, backend, timeout
         self.weights_are_sent = send_weights
         self.kept_by = 0  # the rank that keeps the journal
-        self.update: Update | None = None
         self.status: Any = np.zeros(1, STATUS)  # what the others are to hear with the next scores
         self.last: tuple[float, bool] | None = None  # what was last heard
         self.shares: tuple[int, ...] = ()  # blocks of each process
         self.block_seconds: list[float] = []  # of each process; none before there is anything measured
         self.counted = (0, 0)
-        SPMD.runs += 1
-        self.number = SPMD.runs  # a program may have several runs, one after the other
+        self.number = 0  # of the run in this program: there may be several, one after the other
 
     @property
     def rank(self) -> int:
@@ -104,10 +102,11 @@ class SPMD(Local):
     @cached_property
     def collective(self) -> Collective:
         launch = self.launched
-        on_card = super().place().type == "cuda" if self.device in ("auto", "cuda") else "cuda" in self.device
+        on_card = super().place().type == "cuda"
         backend: str = self.backend
         if backend == "auto":
-            backend = "nccl" if on_card and torch.distributed.is_nccl_available() else "gloo"
+            own_card = on_card and ":" not in self.device and launch.local_size <= torch.cuda.device_count()
+            backend = "nccl" if own_card and torch.distributed.is_nccl_available() else "gloo"
             backend = "mpi" if launch.by == "mpirun" and find_spec("mpi4py") is not None else backend
         if backend != "mpi" and launch.size > 1 and launch.address is None:
             raise BadInput("Processes on several hosts meet at MASTER_ADDR: set it, or use the backend mpi.")
@@ -118,6 +117,8 @@ class SPMD(Local):
     def _card(self) -> torch.device:
         if ":" in self.device:
             return torch.device(self.device)
+        if self.launched.by == "nobody" or torch.distributed.is_initialized():  # the program's own choice
+            return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cuda", self.launched.local_rank % torch.cuda.device_count())
 
     def place(self, usual: torch.device | None = None) -> torch.device:
@@ -138,13 +139,14 @@ class SPMD(Local):
     def _end_if_any_failed(self, error: Exception | None) -> None:
         said = None if error is None else [isinstance(error, BadInput), f"{error}" or type(error).__name__]
         failures = {rank: heard for rank, heard in enumerate(self.collective.exchange(said)) if heard is not None}
-        if error is not None:
-            raise error
-        for rank, (bad_input, sentence) in failures.items():
+        for rank, (bad_input, sentence) in failures.items():  # the first decides for all
+            if error is not None and isinstance(error, BadInput) == bad_input:
+                raise error
             raise (BadInput if bad_input else RuntimeError)(f"Rank {rank}: {sentence}")
 
     def join(self, facts: Callable[[], dict[str, Any]]) -> None:
-        found = self.together(lambda: {name: digest_of(value) for name, value in facts().items()})
+        own = {"exchange": self.exchange}
+        found = self.together(lambda: {name: digest_of(value) for name, value in (facts() | own).items()})
         everybody = self.collective.exchange(found)
         for rank, theirs in enumerate(everybody):
             for name, value in theirs.items():
@@ -153,9 +155,18 @@ class SPMD(Local):
                         f"Rank {rank} has another {name} than rank 0: all processes must be about the same work."
                     )
 
-    def told(self, value: T, *, patiently: bool = False) -> T:
-        found: T = self.collective.say(value if self.keeper else None, self.kept_by, patiently=patiently)
+    def new_run(self) -> None:
+        SPMD.runs += 1
+        self.number = SPMD.runs
+        self.last, self.shares, self.block_seconds = None, (), []
+
+    def told(self, value: T) -> T:
+        found: T = self.collective.say(value if self.keeper else None, self.kept_by)
         return found
+
+    def attended(self, work: Callable[[], T]) -> T:
+        found: Any = self.collective.attend(work, self.kept_by)
+        return self.told(found)  # type: ignore[no-any-return]
 
     def all(self, holds: bool) -> bool:
         return bool(self.collective.gather(torch.tensor([holds])).all())
@@ -221,7 +232,9 @@ class SPMD(Local):
 
     def _deal_anew(self, measured: list[float]) -> None:
         before = self.block_seconds or measured
-        new = [seconds if n else old for old, seconds, n in zip(before, measured, self.shares, strict=True)]
+        slowest = max(seconds for seconds, n in zip(measured, self.shares, strict=True) if n)
+        before = [old if n else slowest for old, n in zip(before, self.shares, strict=True)]
+        new = [seconds if n else slowest for seconds, n in zip(measured, self.shares, strict=True)]
         self.block_seconds = [old + RECENT * (seconds - old) for old, seconds in zip(before, new, strict=True)]
         better = deal(sum(self.shares), self.block_seconds)
         if longest(better, self.block_seconds) < WORTH * longest(self.shares, self.block_seconds):
@@ -238,7 +251,7 @@ class SPMD(Local):
             raise BadInput(f"{shards} shards cannot be shared out evenly among {self.size} processes.")
         return dataclasses.replace(strategy, shards=shards)  # type: ignore[type-var]
 
-    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Any:
+    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:
         size = int(state.theta.numel())
         if size < 8 * self.size and self.exchange in ("auto", "chromosome"):
             mode: Mode = "replay"  # there is nothing to share out
@@ -246,8 +259,8 @@ class SPMD(Local):
             mode = self._faster(strategy, state, field, maximize=maximize)
         else:
             mode = self.exchange
-        self.update = Update(mode, size, self.collective, self.kept_by)
-        return self.update.part(strategy, state)
+        update = Update(mode, size, self.collective, self.kept_by)
+        return update, update.part(strategy, state)
 
     def _faster(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Mode:
         """Replay or chromosome, by trying one update of each on scores that mean nothing."""
@@ -264,19 +277,21 @@ class SPMD(Local):
         for mode in modes:
             update = Update(mode, int(state.theta.numel()), self.collective)
             mine = update.part(strategy, state)
-            self.all(True)  # all begin at once
-            began = time.perf_counter()
-            update(strategy, mine, Told(0, scores, values), field, maximize=maximize).theta.cpu()
-            seconds[mode] = time.perf_counter() - began
+            for _ in range(2):  # the first time kernels are compiled
+                self.all(True)  # all begin at once
+                began = time.perf_counter()
+                update(strategy, mine, Told(0, scores, values), field, maximize=maximize).theta.cpu()
+                seconds[mode] = time.perf_counter() - began
         slowest = self.collective.gather(torch.tensor([seconds[mode] for mode in modes])).amax(0).tolist()
         return "chromosome" if slowest[1] < slowest[0] else "replay"
 
-    def advance(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
-        assert self.update is not None, "see divide"
-        return self.update(strategy, state, told, field, maximize=maximize)
+    def advance(
+        self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
+    ) -> Any:
+        return update(strategy, state, told, field, maximize=maximize)
 
-    def whole(self, strategy: AnyStrategy, state: Any) -> Any:
-        return state if self.update is None else self.update.whole(strategy, state)
+    def whole(self, update: Any, strategy: AnyStrategy, state: Any) -> Any:
+        return state if update is None else update.whole(strategy, state)
 
     def shared(self, state: Any) -> Any:
         """The State of the process that keeps the journal, with all its arrays."""

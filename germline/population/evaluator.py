@@ -106,6 +106,8 @@ class Evaluator:
         if key not in self.recordings:
             if kind is None or self.hooked:
                 return None
+            for other in [other for other in self.recordings if other[1:3] != key[1:3]]:
+                del self.recordings[other]  # of a share that this process no longer has
             if len(self.recordings) >= RECORDINGS or -(-population // self.plan.block) > BLOCKS_RECORDED:
                 return None
             self.recordings[key] = Recording(self, population, share)
