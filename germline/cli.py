@@ -112,9 +112,7 @@ def train(
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
     whole_number("seed", seed, 1 << 63)
-    own, of_recipe = split_settings(settings or [])
-    shortcuts = {"population": population, "rank": rank}
-    own |= {key: str(value) for key, value in shortcuts.items() if value is not None}
+    own, of_recipe = split_settings(settings or [], population=population, rank=rank)
     made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
     made = made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
     limit = made.generations if generations is None and seconds is None else generations
@@ -273,9 +271,7 @@ def plan(
 
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
-    own, of_recipe = split_settings(settings or [])
-    shortcuts = {"population": population, "rank": rank}
-    own |= {key: str(value) for key, value in shortcuts.items() if value is not None}
+    own, of_recipe = split_settings(settings or [], population=population, rank=rank)
     made = with_strategy(make(recipe, of_recipe, 0), strategy, own)
     between = costs.Network.parse(network)
     counts = [whole_number("number of workers", parse(int, "workers", text), 1 << 20) for text in workers.split(",")]
@@ -341,8 +337,8 @@ def finish(training: Run, stop: Stop, *, as_json: bool, quiet: bool = False) -> 
     return summary
 
 
-def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Those of the strategy and those of the recipe."""
+def split_settings(settings: Sequence[str], **shortcuts: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """Those of the strategy, with options of their own among them, and those of the recipe."""
     own: dict[str, str] = {}
     of_recipe: dict[str, str] = {}
     for setting in settings:
@@ -350,7 +346,7 @@ def split_settings(settings: Sequence[str]) -> tuple[dict[str, str], dict[str, s
         if not equals or not key:
             raise BadInput(f"--set takes KEY=VALUE, not {setting!r}.")
         (of_recipe if key.startswith("recipe.") else own)[key.removeprefix("recipe.")] = value
-    return own, of_recipe
+    return own | {key: str(value) for key, value in shortcuts.items() if value is not None}, of_recipe
 
 
 def with_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) -> Recipe:

@@ -65,31 +65,27 @@ class Update:
             return strategy.tell(state, told, field, maximize=maximize)
         if self.mode == "semi":
             return self._semi(cast(Summed[Any], strategy), state, told, field, maximize=maximize)
-        part = {name: cut(getattr(state, name), *self.span) for name in strategy.asked}
-        mine = dataclasses.replace(state, **part)
-        if self.mode == "chromosome":
-            after = strategy.tell(mine, told, field, maximize=maximize, start=self.span[0])
-            new = [name for name in strategy.asked if getattr(after, name) is not getattr(mine, name)]
-            columns = [getattr(after, name) for name in new]
-            kept = {name: getattr(state, name) for name in strategy.asked}
-            return dataclasses.replace(after, **(kept | dict(zip(new, self._joined(columns), strict=True))))
-        return self._central(strategy, state, told, field, maximize=maximize)
+        if self.mode == "central":
+            return self._central(strategy, state, told, field, maximize=maximize)
+        kept = {name: getattr(state, name) for name in strategy.asked}
+        mine = dataclasses.replace(state, **{name: cut(array, *self.span) for name, array in kept.items()})
+        after = strategy.tell(mine, told, field, maximize=maximize, start=self.span[0])
+        new = [name for name in strategy.asked if getattr(after, name) is not getattr(mine, name)]
+        columns = self._joined([getattr(after, name) for name in new])
+        return dataclasses.replace(after, **(kept | dict(zip(new, columns, strict=True))))
 
     def _semi(self, strategy: Summed[Any], state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
         weights = strategy.weights(told.scores, maximize=maximize)
         if weights is None:
             return state
-        mine = slice(*(len(weights) * rank // self.collective.size for rank in self._next))
+        rank, share = self.collective.rank, len(weights) // self.collective.size
+        mine = slice(rank * share, (rank + 1) * share)
         members = np.arange(len(weights))[mine]
         noise = field.members(members, told.generation, state.theta.device)
         sums = strategy.sums(noise, weights[mine], (0, self.parameters))
         narrow = not field.matrices and int(abs(weights).sum()) * LARGEST < 2**31
         sums = self.collective.add(sums.to(torch.int32 if narrow else torch.float64))  # integers: exact in any order
         return strategy.step(state, sums, told, field)
-
-    @property
-    def _next(self) -> tuple[int, int]:
-        return self.collective.rank, self.collective.rank + 1
 
     def _central(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
         collective, plain, arrays = self.collective, None, {}
@@ -160,9 +156,9 @@ def refuse(mode: Exchange, strategy: AnyStrategy) -> None:
     if mode == "semi" and not hasattr(strategy, "shards"):
         message = "its update is a choice among members, not a sum over them"
         raise BadInput(f"There are no semi-updates for {strategy.name}, {message}: use replay or chromosome.")
-    if mode in ("chromosome", "semi") and hasattr(strategy, "optimizer"):
+    if mode == "chromosome" and hasattr(strategy, "optimizer"):
         optimiser = optimiser_of(strategy)
-        if mode == "chromosome" and isinstance(optimiser, TorchOptimiser):
+        if isinstance(optimiser, TorchOptimiser):
             name = type(optimiser.make([torch.nn.Parameter(torch.zeros(2))])).__name__
             if name not in BY_ELEMENT:
                 message = f"torch.optim.{name} does not treat each parameter by itself"
