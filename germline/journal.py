@@ -2,7 +2,7 @@
 
 A run is a directory with ``journal.sqlite`` and ``snapshots/``. Records are chained by hashes over the scores and the
 values of the schedules, so that a record cannot change unnoticed; what is not chained (times, bytes, metrics) has a
-checksum of its own. A record that ``append`` has returned from survives a power cut.
+checksum of its own. A record that has been appended survives a power cut once ``commit`` has returned.
 """
 
 import hashlib
@@ -77,8 +77,8 @@ class Journal:
                     for statement in SCHEMA.split(";"):
                         connection.execute(statement)
                     connection.execute("INSERT INTO header VALUES (0, ?, ?)", (text, digest(text.encode())))
-                connection.close()
                 cls(partial, json.loads(text), connection).save(state, 0)
+                connection.close()
                 partial.chmod(0o755)
                 partial.rename(path)
             except BaseException:
@@ -126,11 +126,12 @@ class Journal:
         self.connection.close()
 
     def append(self, told: Told, theta_sha256: str | None, side: Mapping[str, Any]) -> None:
-        """Adds one record; once this returns, the record survives a power cut."""
+        """Adds one record, which is on disk once it is committed, and until then is as if it had not been."""
         scores = np.ascontiguousarray(told.scores, "<f4").tobytes()
         values, extra = canonical(told.values), canonical(side)
-        with usable(self.path), self.connection:
-            self.connection.execute("BEGIN IMMEDIATE")
+        with usable(self.path):
+            if not self.connection.in_transaction:
+                self.connection.execute("BEGIN IMMEDIATE")
             last = self.connection.execute("SELECT generation, chain FROM tip").fetchone()
             if last is not None and last[0] != told.generation - 1:
                 message = f"{self.path} has {last[0] + 1} generations, not {told.generation}"
@@ -140,6 +141,17 @@ class Journal:
             row = (told.generation, scores, values, theta_sha256, chain, extra, digest(extra.encode())[:8])
             self.connection.execute("INSERT INTO record VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             self.connection.execute("INSERT OR REPLACE INTO tip VALUES (0, ?, ?)", (told.generation, chain))
+
+    def commit(self) -> None:
+        """Once this returns, all records survive a power cut."""
+        with usable(self.path):
+            if self.connection.in_transaction:
+                self.connection.execute("COMMIT")
+
+    @property
+    def whole(self) -> bool:
+        """Whether all records are on disk."""
+        return not self.connection.in_transaction
 
     def records(self) -> Iterator[Record]:
         """All records in order, each checked against the one before."""
@@ -175,6 +187,7 @@ class Journal:
     def conclude(self, summary: Mapping[str, Any]) -> None:
         """Keeps what the run came to, for reports."""
         text = canonical(summary)
+        self.commit()
         with usable(self.path), self.connection:
             self.connection.execute(
                 "INSERT OR REPLACE INTO outcome VALUES (0, ?, ?)", (text, digest(text.encode())[:8])
@@ -193,6 +206,7 @@ class Journal:
         """A snapshot of the State after so many generations, in place only once it is whole on disk."""
         from safetensors.torch import save
 
+        self.commit()
         tree, tensors = pack(state)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         metadata = {"tree": canonical(tree), "chain": self.chain(generation), "sha256": content_sha256(tree, tensors)}

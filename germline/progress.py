@@ -20,6 +20,8 @@ EVERY = 5.0  # seconds between lines where there is no terminal
 class Progress:
     """A callback of the trainer."""
 
+    patient = True  # it may hear of several generations at once, a moment later
+
     def __init__(self, stop: Stop, out: TextIO = sys.stderr) -> None:
         self.stop, self.out = stop, out
         self.console = Console(file=out)

@@ -48,9 +48,11 @@ class Run:
     measured: tuple[str, ...] = ("dev", "test")  # the splits that are scored on the way
     interrupted: bool = False
     ahead: Batch | None = None  # the batch of the next generation, if a card has begun with it
+    owed: float = 0.0  # seconds of writing the last generation, which the next record counts
+    committed: float = 0.0  # when
 
-    def step(self) -> Row:
-        """One generation; when this returns it is on disk."""
+    def step(self, patience: float = 0.0) -> Row:
+        """One generation; when this returns it is on disk, or, with patience, a few of them so many seconds later."""
         assert self.recipe is not None
         began = time.perf_counter()
         core, generation, fleet = self.core, self.generation, self.core.fleet
@@ -65,7 +67,8 @@ class Run:
         looked_at = self.generation % self.recipe.evaluate_every == 0
         metrics = fleet.attended(lambda: self.measure(batch)) if looked_at else {}
         diagnostics = core.diagnose(told, before) if looked_at and fleet.keeper else {}
-        seconds = time.perf_counter() - began
+        ended = time.perf_counter()
+        seconds = ended - began + self.owed
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
         samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
         side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": fleet.traffic()}
@@ -76,7 +79,16 @@ class Run:
             self.journal.append(told, digest, side)
         if self.generation % self.recipe.snapshot_every == 0:
             self.save()
+        if time.monotonic() - self.committed >= patience:
+            self.commit()
+        self.owed = time.perf_counter() - ended
         return self.note(Record(told, digest, side))
+
+    def commit(self) -> None:
+        """Has all generations on disk."""
+        if self.journal is not None:
+            self.journal.commit()
+        self.committed = time.monotonic()
 
     @property
     def kept(self) -> Journal:
@@ -142,6 +154,7 @@ class Run:
     def finish(self, stopped_by: str) -> dict[str, Any]:
         """What the run came to; with the final snapshot and the exported model on disk."""
         core = self.core
+        self.seconds, self.owed = self.seconds + self.owed, 0.0
         self.save()
         return core.fleet.attended(lambda: self.concluded(stopped_by))
 

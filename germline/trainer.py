@@ -24,6 +24,7 @@ from germline.replay import replay, settle
 from germline.run import Row, Run
 from germline.stopping import Stop
 
+PATIENCE = 0.05  # seconds that generations may wait until they are on disk, together, where nobody hears of them before
 TWICE = 0.5  # seconds between one Ctrl-C and the next: launchers pass on the one that a terminal has sent already
 
 
@@ -32,12 +33,26 @@ def run(training: Run, stop: Stop, callbacks: Sequence[Callable[[Run, Row], None
     stop.check(training.core.objective, training.splits)
     if stop.target is not None and stop.target.metric.startswith("train_"):
         training.measured = ("train", *training.measured)
+    patience = PATIENCE if all(getattr(callback, "patient", False) for callback in callbacks) else 0.0
+    unheard: list[Row] = []
     with interruptible(training):
-        while (reason := stop.reason(training)) is None:
-            row = training.step()
-            for callback in callbacks:
-                callback(training, row)
+        try:
+            while (reason := stop.reason(training)) is None:
+                unheard.append(training.step(patience))
+                if training.journal is None or training.journal.whole:
+                    report(training, unheard, callbacks)
+        finally:
+            training.commit()
+        report(training, unheard, callbacks)
     return training.finish(reason)
+
+
+def report(training: Run, rows: list[Row], callbacks: Sequence[Callable[[Run, Row], None]]) -> None:
+    """Says what is on disk to those who listen, once."""
+    for row in rows:
+        for callback in callbacks:
+            callback(training, row)
+    rows.clear()
 
 
 @contextmanager
@@ -157,6 +172,7 @@ def choose_sigma(training: Run) -> None:
     side = core.fleet.told(mine)
     if training.journal is not None:
         training.journal.append(told, None, side)
+        training.journal.commit()
     settle(training, Record(told, None, side))
 
 

@@ -235,6 +235,30 @@ def test_an_archive_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["generations"] == 3
 
 
+class Listener:
+    """Notes, when it hears of a generation, how many another process would find on disk."""
+
+    def __init__(self, *, patient: bool) -> None:
+        self.patient = patient
+        self.heard: list[tuple[int, int]] = []
+
+    def __call__(self, training: Run, row: Row) -> None:
+        elsewhere = sqlite3.connect(training.path / "journal.sqlite")
+        (found,) = elsewhere.execute("SELECT count(*) FROM record").fetchone()
+        elsewhere.close()
+        self.heard.append((row["generation"] + 1, found))
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_what_anybody_hears_of_is_on_disk(patient: bool, tmp_path: Path) -> None:
+    listener = Listener(patient=patient)
+    finished(tmp_path / "run", 300, callbacks=[listener])
+    assert [generation for generation, _ in listener.heard] == list(range(1, 301))
+    assert all(generation <= found for generation, found in listener.heard)
+    together = [found for generation, found in listener.heard if found > generation]
+    assert bool(together) == patient
+
+
 def test_two_writers_are_noticed(tmp_path: Path) -> None:
     finished(tmp_path / "run", 3)
     one, two = (trainer.resume(recipe(), Journal.open(tmp_path / "run"), Local("cpu")) for _ in range(2))
@@ -267,6 +291,7 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
             {"seconds": 0.0, "samples": 0, "bytes": [0, 0]},
         )
         training.generation += 1
+    training.commit()
     with pytest.raises(BadInput, match="no snapshot between"):
         trainer.resume(made, Journal.open(tmp_path / "run"), Local("cpu"))
     training.kept.save(training.core.state, 12)
@@ -284,6 +309,7 @@ def test_scores_are_kept_exactly(tmp_path: Path) -> None:
     training.kept.append(
         Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3, "bytes": [0, 0]}
     )
+    training.commit()
     (record,) = Journal.open(tmp_path / "run").records()
     assert record.told.scores.tobytes() == scores.tobytes()
     assert record.told.values == {"sigma": 0.1, "lr": 1e-300}
