@@ -31,7 +31,7 @@ from germline.recipes import RECIPES, address, make
 from germline.replay import reopen
 from germline.replay import replay as replay_records
 from germline.replay import verify as verify_records
-from germline.report import write_curves, write_report
+from germline.report import read, write_curves, write_report
 from germline.run import Run, export_theta
 from germline.stopping import Stop, Target
 from germline.strategies import STRATEGIES, strategy_class
@@ -144,7 +144,7 @@ def train(
                 f"{said}{compared['metrics'][key]:.4f} by backprop on the same net and data in the same "
                 f"{summary['seconds']:.1f} s"
             )
-    write_report([path, beside], path / "report.html")
+    write_report([read(path), read(beside)], path / "report.html")
     if json_:
         print(json.dumps(summary))
 
@@ -222,7 +222,7 @@ def report(
 ) -> None:
     """Write the HTML report of one run, or of several side by side."""
     file = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    write_report(runs, file)
+    write_report([read(run) for run in runs], file)
     print(file)
 
 
@@ -320,8 +320,8 @@ def finish(training: Run, stop: Stop, *, as_json: bool, quiet: bool = False) -> 
         summary = trainer.run(training, stop)
     if training.journal is not None:
         write_curves(training.history, path / "curves.csv")
+        write_report([(path.name, training.journal.header, training.history, summary)], path / "report.html")
         training.journal.close()
-        write_report([path], path / "report.html")
     if summary["stopped_by"] == "interrupt" and first:
         print(
             f"interrupted after generation {training.generation}; go on with: germline resume {path}", file=sys.stderr

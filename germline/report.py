@@ -24,6 +24,8 @@ img { max-width: 100%; }
   tr + tr td { border-color: #333; } img { background: #fff; } }
 """
 
+Reported = tuple[str, Mapping[str, Any], Sequence[Row], Mapping[str, Any]]  # name, header, generations, outcome
+
 
 def rows_of(journal: Journal) -> list[Row]:
     """One row per generation, with the seconds so far."""
@@ -44,17 +46,19 @@ def write_curves(rows: Sequence[Row], file: Path) -> None:
     write_whole(file, text.getvalue().encode())
 
 
-def write_report(paths: Sequence[Path], file: Path) -> None:
+def read(path: Path) -> Reported:
+    """A run as its journal has it."""
+    journal = Journal.open(path, read_only=True)
+    found = (path.name, journal.header, rows_of(journal), journal.outcome() or {})
+    journal.close()
+    return found
+
+
+def write_report(runs: Sequence[Reported], file: Path) -> None:
     """The report of one run, or of several."""
-    runs, summaries = [], {}
-    for path in paths:
-        journal = Journal.open(path, read_only=True)
-        runs.append((path.name, journal.header, rows_of(journal)))
-        summaries[path.name] = journal.outcome() or {}
-        journal.close()
-    title = "Germline: " + ", ".join(name for name, _, _ in runs)
-    body = [f"<h1>{html.escape(title)}</h1>", results(runs, summaries), pictures(runs)]
-    for name, header, _ in runs:
+    title = "Germline: " + ", ".join(name for name, *_ in runs)
+    body = [f"<h1>{html.escape(title)}</h1>", results(runs), pictures(runs)]
+    for name, header, *_ in runs:
         body.append(f"<h2>{html.escape(name)}: how it was made</h2>{settings(header)}")
         if header.get("command"):
             body.append(f"<p>The command that repeats it:</p><pre>{html.escape(header['command'])}</pre>")
@@ -68,15 +72,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
 
 
-def results(
-    runs: Sequence[tuple[str, Mapping[str, Any], list[Row]]], summaries: Mapping[str, Mapping[str, Any]]
-) -> str:
+def results(runs: Sequence[Reported]) -> str:
     lines = []
-    for name, header, rows in runs:
+    for name, header, rows, outcome in runs:
         last: dict[str, Any] = {}
         for row in rows:
             last |= {key: value for key, value in row.items() if "_" in key}
-        summary = summaries[name] if summaries[name].get("generations") == len(rows) else {}  # unless it has gone on
+        summary = outcome if outcome.get("generations") == len(rows) else {}  # unless it has gone on
         metrics = {key: value for key, value in last.items() if key.startswith(("dev_", "test_", "centre_"))}
         metrics |= {key: value for key, value in summary.get("metrics", {}).items() if value is not None}
         told = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in sorted(metrics.items()))
@@ -103,17 +105,17 @@ def product(shape: Sequence[int]) -> int:
     return total
 
 
-def pictures(runs: Sequence[tuple[str, Mapping[str, Any], list[Row]]]) -> str:
+def pictures(runs: Sequence[Reported]) -> str:
     """Scores and metrics against generations and seconds, drawn by matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
-    metrics = sorted({key for _, _, rows in runs for row in rows for key in row if key.startswith(("dev_", "test_"))})
+    metrics = sorted({key for _, _, rows, _ in runs for row in rows for key in row if key.startswith(("dev_", "test_"))})
     metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
     figure = Figure(figsize=(11, 3.6 * (1 + bool(metrics))), layout="constrained")
     axes = figure.subplots(1 + bool(metrics), 2, squeeze=False)
-    for name, _, rows in runs:
+    for name, _, rows, _ in runs:
         for column, x in enumerate(("generation", "total_seconds")):
             axes[0][column].plot(
                 [r[x] for r in rows], [r["mean"] for r in rows], label=f"{name}: mean of members", lw=1
