@@ -111,7 +111,8 @@ def pictures(runs: Sequence[Reported]) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
-    metrics = sorted({key for _, _, rows, _ in runs for row in rows for key in row if key.startswith(("dev_", "test_"))})
+    keys = {key for _, _, rows, _ in runs for row in rows for key in row}
+    metrics = sorted(key for key in keys if key.startswith(("dev_", "test_")))
     metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
     figure = Figure(figsize=(11, 3.6 * (1 + bool(metrics))), layout="constrained")
     axes = figure.subplots(1 + bool(metrics), 2, squeeze=False)
