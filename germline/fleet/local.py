@@ -4,7 +4,9 @@ What other fleets do besides, a single process does trivially: it keeps the jour
 State on as it is. So there is one loop for all fleets.
 """
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from germline.population import WHOLE, Evaluator, exact_arithmetic
 from germline.strategies.base import AnyStrategy, Candidates, Told
 
 T = TypeVar("T")
+MALLOPT = {-8: 1, -3: 1 << 30, -1: (1 << 31) - 1}  # glibc's arenas, and the sizes from which memory is given back
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ class Local:
     def _score_on_threads(
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, share: slice
     ) -> NDArray[np.float32]:
+        keep_memory()
         # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
         usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
         blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
@@ -120,6 +124,7 @@ class Local:
     def gradient(
         self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        keep_memory()
         with one_thread_each(), exact_arithmetic(evaluator.device):
             return evaluator.gradient(theta, batch)
 
@@ -192,6 +197,18 @@ def one_thread_each() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@cache
+def keep_memory() -> None:
+    """Large arrays, which every block makes anew, are taken from what was freed, not from the system page by page.
+
+    Once for the process, where its C library is glibc and nobody has set it up in another way.
+    """
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        for option, value in MALLOPT.items():
+            mallopt(option, value)
 
 
 @cache
