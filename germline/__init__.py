@@ -13,7 +13,7 @@ from germline.fleet import SPMD, Local
 from germline.objective import accuracy
 from germline.recipe import Recipe, seeded
 from germline.schedule import Schedule
-from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
+from germline.strategies import GA, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES
 from germline.version import __version__
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "SPMD",
     "BadInput",
     "Gradient",
+    "HybridES",
     "Local",
     "MuLambda",
     "OpenAIES",

@@ -1,10 +1,11 @@
 """A strategy at work on a module: what a run, its replay and a search in one's own loop have in common."""
 
 import copy
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,12 +14,12 @@ from torch import nn
 
 from germline.errors import BadInput, Lost
 from germline.fleet import Local
-from germline.fleet.local import one_thread_each
+from germline.fleet.local import mean_score, one_thread_each
 from germline.genome import Genome
 from germline.journal import PROBE
 from germline.kernels import home
 from germline.noise import WORD, Field, Stream
-from germline.objective import Batch, Objective
+from germline.objective import Batch, Objective, seeded_generators
 from germline.population import (
     SURVIVAL,
     DType,
@@ -37,12 +38,15 @@ from germline.population import (
     settle,
 )
 from germline.shaping import utilities
-from germline.strategies import AnyStrategy, Apart, Candidates, Told
+from germline.strategies import AnyStrategy, Apart, Candidates, Differentiating, Told
 
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 CHECK_EVERY = 100  # generations between checks of sampled members
 SAMPLED = 3  # members of such a check
 OFFSPRING = 6  # arrays of the size of a child that are there while it is made: parents, masks, noise
+PLAIN = Plan(1, "loop", vectorised=False)
+FEW = 4  # processes up to which samples around a gradient have the same blocks, and so the same bits
+SAME = 1e-4  # relative difference up to which the score of a batch is the mean of those of its slices
 RANKED = 256  # members whose ranks are compared where the arithmetic is in bfloat16
 
 
@@ -66,6 +70,9 @@ class Core:
     noise: Field = field(init=False)
     state: Any = field(init=False)
     evaluator: Evaluator | None = field(init=False, default=None)
+    single: Evaluator | None = field(init=False, default=None)  # of one member
+    backward: Evaluator | None = field(init=False, default=None)  # of gradients
+    latest: torch.Tensor | None = field(init=False, default=None)  # gradient; see ``compare``
     update: Any = field(init=False, default=None)  # how a fleet shares out the update; see ``divide``
     under_way: "UnderWay | None" = field(init=False, default=None)  # see ``begin``
 
@@ -82,6 +89,8 @@ class Core:
         self.strategy = self.fleet.adapted(self.strategy)
         if hasattr(self.strategy, "resolved"):  # constants that depend on the number of parameters
             self.strategy = self.strategy.resolved(self.genome.size)
+        if hasattr(self.strategy, "laid_out"):  # and those that depend on which of them are where
+            self.strategy = self.strategy.laid_out(self.genome)
         self.noise = self.strategy.field(self.seed, self.genome)
         self.state = self.strategy.init(theta)
 
@@ -107,12 +116,12 @@ class Core:
         return Evaluator.of(self.module, self.genome, self.objective, self.device, plan)
 
     def _settle(self, batch: Batch | None) -> Plan:
-        if self.strategy.needs_gradient:
-            return Plan(1, "loop", vectorised=False)
         assert self.module is not None
-        sigma = getattr(self.strategy, "sigma", None)
-        values = {"sigma": LADDER[2]} if sigma == "auto" else self.strategy.values(self.state, 0)
-        candidates = self.strategy.ask(self.state, self.noise, 0, values)
+        if self.strategy.population == 1:
+            return self._sliced(PLAIN, batch)
+        candidates = Candidates(self.noise, 0, self.state.theta, LADDER[2])
+        if not self.strategy.needs_gradient and getattr(self.strategy, "sigma", None) != "auto":
+            candidates = self.strategy.ask(self.state, self.noise, 0, self.strategy.values(self.state, 0))
         if not candidates.shared:
             candidates = Apart(self.noise, 0, self.state.theta, LADDER[2])
         copies = 1 if candidates.shared else OFFSPRING
@@ -123,7 +132,7 @@ class Core:
                 prepared(self.module).to(self.device),
                 batch,
                 copies,
-                processes=self.fleet.size,
+                processes=max(self.fleet.size, FEW if self.strategy.needs_gradient else 1),
             )
             settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
             settled = in_type(self._make, settled, self.dtype, candidates, batch)
@@ -134,14 +143,55 @@ class Core:
                 f"There are no kernels for {self.device}: its noise is made on the CPU, and layers go by torch's own."
             )
             warnings.warn(message, SlowPath, stacklevel=2)
-        return settled.plan
+        return self._sliced(settled.plan, batch) if self.strategy.needs_gradient else settled.plan
 
-    def evaluate(self, generation: int, batch: Batch | None) -> Told:
-        evaluator = self.prepare(batch)
+    def _sliced(self, plan: Plan, batch: Batch | None) -> Plan:
+        """In how many slices gradients are computed: one, where a score is not the mean of those of its parts."""
+        slices, theta = self.differentiating.slices, self.state.theta
+        parts = batch.cut(slices) if batch is not None else []
+        if len(parts) < 2:
+            return plan
+        evaluator = self._make(PLAIN)
+        with torch.no_grad(), one_thread_each(), exact_arithmetic(self.device), seeded_generators(0):
+            whole = float(evaluator.score_at(theta, batch))  # type: ignore[arg-type]
+            scores = np.array([float(evaluator.score_at(theta, part)) for part in parts], np.float32)
+        if math.isclose(whole, float(mean_score(scores, parts)[0]), rel_tol=SAME, abs_tol=SAME):
+            return replace(plan, slices=slices)
+        message = (
+            "The loss of a batch is not the mean of the losses of its parts, so gradients are computed in one piece"
+        )
+        warnings.warn(f"{message}, by one process.", SlowPath, stacklevel=2)
+        return plan
+
+    @property
+    def differentiating(self) -> Differentiating:
+        return cast(Differentiating, self.strategy)
+
+    def evaluate(self, generation: int, batch: Batch | None, judged: Batch | None = None) -> Told:
+        """The scores of a generation, and its gradient if there is one; samples may be judged on another batch."""
+        self.prepare(batch)
         values = self.strategy.values(self.state, generation)
-        if self.strategy.needs_gradient:
-            return self.differentiate(generation, batch, values)
-        candidates = self.strategy.ask(self.state, self.noise, generation, values)
+        if not self.strategy.needs_gradient:
+            candidates = self.strategy.ask(self.state, self.noise, generation, values)
+            return Told(generation, self.scores(candidates, batch, values), values)
+        strategy, state, told = self.differentiating, self.state, Told(generation, np.empty(0, np.float32), values)
+        if strategy.differentiates(generation):
+            told = self.differentiate(generation, batch, values)
+            if not strategy.samples(generation):
+                return told
+            assert told.gradient is not None
+            state = strategy.informed(state, told.gradient, generation, maximize=self.objective.maximize)
+        judged = batch if judged is None else judged
+        scores = self.scores(self.strategy.ask(state, self.noise, generation, values), judged, values)
+        unshifted = strategy.unshifted(state, self.noise, generation, values)
+        if unshifted is not None:
+            self.single = self.single or self._make(replace(self.settled, block=1))
+            scores = np.concatenate([self.fleet.evaluate(self.single, unshifted, 1, judged), scores])
+        return replace(told, scores=scores)
+
+    def scores(self, candidates: Candidates, batch: Batch | None, values: Mapping[str, float]) -> NDArray[np.float32]:
+        """Of all members; by a slower way from here on where the usual one fails."""
+        evaluator, generation = self.prepare(batch), int(candidates.generation)
         population, plan = self.strategy.population, evaluator.plan
         alone, slower = Plan(1, "alone", vectorised=False, dropout=plan.dropout), None
         begun, self.under_way = self.under_way, None
@@ -165,13 +215,13 @@ class Core:
         if slower is not None:
             scores = self.fleet.evaluate(self._make(slower.plan), candidates, population, batch)  # or it is an error
             warnings.warn(slower.sentence(), SlowPath, stacklevel=2)
-            self.adopt(slower.plan)
-        return Told(generation, scores, values)
+            self.adopt(replace(slower.plan, slices=plan.slices))
+        return scores
 
     @property
     def goes_ahead(self) -> bool:
         """Whether a card could evaluate the next generation while this process does something else."""
-        alone = self.fleet.size == 1 and self.evaluator is not None
+        alone = self.fleet.size == 1 and self.evaluator is not None and not self.strategy.needs_gradient
         return alone and any(r.trusted for r in self.evaluator.recordings.values())  # type: ignore[union-attr]
 
     def begin(self, generation: int, batch: Batch | None) -> None:
@@ -211,7 +261,7 @@ class Core:
     def adopt(self, plan: Plan) -> None:
         """From here on members are evaluated by this plan."""
         if plan != self.plan:
-            self.plan, self.evaluator, self.under_way = plan, None, None
+            self.plan, self.evaluator, self.single, self.backward, self.under_way = plan, None, None, None, None
 
     def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> Told:
         if batch is None:
@@ -219,13 +269,24 @@ class Core:
                 f"The strategy {self.strategy.name} needs data and a loss of (output, target), not an objective."
             )
         try:
-            scores, gradient = self.fleet.gradient(self.prepare(batch), self.state.theta, batch)
+            wire = self.differentiating.wire
+            if self.backward is None:
+                self.prepare(batch)
+                self.backward = self._make(replace(PLAIN, slices=self.settled.slices))
+            scores, gradient = self.fleet.gradient(self.backward, self.state.theta, batch, wire)
         except RuntimeError as error:
             if "does not require grad" in str(error):
                 message = "The loss has no gradient, which the strategy 'gradient' needs: use openai-es for it."
                 raise BadInput(message) from error
             raise
         return Told(generation, scores, values, gradient)
+
+    def passes(self, told: Told) -> int:
+        """Forward passes of a generation; backprop counts as three."""
+        if not self.strategy.needs_gradient:
+            return self.strategy.population
+        strategy, generation = self.differentiating, told.generation
+        return 3 * strategy.differentiates(generation) + strategy.samples(generation) * int(told.scores.size)
 
     def tell(self, told: Told) -> None:
         """Folds a generation into a whole State."""
@@ -270,6 +331,21 @@ class Core:
             half = self.strategy.population // 4 * 2
             if all(np.isfinite(part).any() for part in (told.scores[:half], told.scores[half : 2 * half])):
                 found["agreement"] = self._agreement(told.scores, half, told.generation)
+        return found
+
+    def compare(self, told: Told) -> dict[str, float]:
+        """The gradient of a generation beside the one before: its length, how much that changed, and the angle."""
+        here = told.gradient if told.gradient is not None else getattr(self.state, "direction", None)
+        before, self.latest = self.latest, here
+        if here is None:
+            return {}
+        length = float(here.double().norm())
+        found = {"gradient_norm": length}
+        if before is not None:
+            other = float(before.double().norm())
+            cosine = float(here.double() @ before.double()) / max(length * other, 1e-300)
+            found |= {"gradient_change": length - other}
+            found |= {"gradient_angle": math.degrees(math.acos(max(-1.0, min(1.0, cosine))))}
         return found
 
     def _agreement(self, scores: NDArray[np.float32], half: int, generation: int) -> float:

@@ -1,4 +1,4 @@
-"""Named data sets: from ``GERMLINE_DATA``, where they are kept, or from where they are published."""
+"""Named data sets: from ``GERMLINE_DATA``, ../shared/data or what was kept, else from where they are published."""
 
 import gzip
 import hashlib
@@ -46,6 +46,8 @@ CLASSES = 10
 SYNTHETIC_EXAMPLES = (5000, 1000, 1000)  # train, dev, test
 SYNTHETIC_SEED = 0x51E7  # the data's own field: a run's batches come from that of its seed
 CELL = 4  # pixels across of which a pattern is made
+
+NEARBY = Path("..", "shared", "data")  # which projects side by side may have in common
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -97,6 +99,25 @@ def mnist(*, download: bool = True) -> Splits:
     y, test_y = (torch.from_numpy(part.astype(np.int64)) for part in (labels, test_labels))
     train, dev = map(torch.from_numpy, split(len(y), [1 - DEV_EXAMPLES / len(y)]))
     return Splits((x[train], y[train]), (x[dev], y[dev]), (test_x, test_y))
+
+
+def mnist_of_hybrid_es() -> Splits:
+    """MNIST as in the Hybrid-ES paper (Bartolo): NumPy's permutation of seed 100, 10,000 dev, then 50,000 train.
+
+    Pixels less their mean over the training set, by their deviation, both over all pixels at once.
+    """
+    images, labels, test_images, test_labels = (
+        idx(published("mnist", MNIST_MIRROR, *item, download=True)) for item in MNIST.items()
+    )
+    order = np.random.RandomState(100).permutation(len(images))
+    dev, train = np.split(order, [10_000])
+    mean, deviation = images[train].mean(), images[train].std()
+
+    def part(pixels: Bytes, classes: Bytes) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.from_numpy((pixels.reshape(len(pixels), -1) - mean) / deviation).float()
+        return x, torch.from_numpy(classes.astype(np.int64))
+
+    return Splits(part(images[train], labels[train]), part(images[dev], labels[dev]), part(test_images, test_labels))
 
 
 def cifar10() -> Splits:
@@ -152,7 +173,7 @@ def places(name: str) -> list[Path]:
     """The folders in which the files of a data set may lie, the first in which they are looked for first."""
     cache = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else Path("~/.cache").expanduser()
     given = os.environ.get("GERMLINE_DATA")
-    return [*((Path(given) / name, Path(given)) if given else ()), cache / "germline" / name]
+    return [*((Path(given) / name, Path(given)) if given else ()), NEARBY / name, cache / "germline" / name]
 
 
 def checked(path: Path, digest: str) -> bytes:

@@ -37,6 +37,7 @@ def header_of(
         "fixed": fixed_sha256(core.module),
         "data": {name: data.fingerprint for name, data in splits.items()},
         "batch_size": batches.batch_size if batches is not None else None,
+        "shuffle": batches.shuffle if batches is not None else True,
         "evaluation": dataclasses.asdict(core.plan) if core.plan is not None else None,
         "initial_theta_sha256": theta_sha256(core.state.theta),
         "device": str(core.device) if core.fleet.launch is None and core.fleet.size == 1 else core.device.type,

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,19 @@ class Batch:
         """In memory of its own: for code that may change its input."""
         args, kwargs, target = mapped(torch.clone, (self.args, self.kwargs, self.target))
         return Batch(args, kwargs, target, self.size)
+
+    def cut(self, parts: int) -> list["Batch"]:
+        """The examples in so many parts, as equal as can be; whole, where some tensor does not have them in rows."""
+        parts = min(parts, self.size)
+        rows = list(tensors_in([self.args, self.kwargs, self.target]))
+        if parts < 2 or any(x.dim() == 0 or x.shape[0] != self.size for x in rows):
+            return [self]
+        ends = [self.size * i // parts for i in range(parts + 1)]
+        return [self.rows(low, high) for low, high in pairwise(ends)]
+
+    def rows(self, low: int, high: int) -> "Batch":
+        args, kwargs, target = mapped(lambda x: x[low:high].clone(), (self.args, self.kwargs, self.target))
+        return Batch(args, kwargs, target, high - low)
 
     def to(self, device: torch.device) -> "Batch":
         args, kwargs, target = to_device((self.args, self.kwargs, self.target), device)
@@ -229,6 +243,7 @@ class Batches:
     data: Data
     batch_size: int
     seed: int
+    shuffle: bool = True
     orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, compare=False)  # of the latest epoch
 
     def indices(self, generation: int) -> NDArray[np.int64]:
@@ -236,6 +251,8 @@ class Batches:
             return np.arange(self.data.length)
         per_epoch = self.data.length // self.batch_size  # what is left over waits for the next epoch's order
         epoch, place = divmod(generation, per_epoch)
+        if not self.shuffle:
+            return np.arange(place * self.batch_size, (place + 1) * self.batch_size)
         if epoch not in self.orders:
             order = Field(self.seed).permutation(self.data.length, epoch, Stream.BATCH)
             self.orders.clear()

@@ -41,6 +41,7 @@ class Recipe:
     strategy: AnyStrategy = field(default_factory=OpenAIES)
     others: Mapping[str, AnyStrategy] = field(default_factory=dict)  # good settings of other strategies, by name
     batch_size: int | None = None  # a DataLoader's, else all of the data
+    shuffle: bool = True  # whether each epoch has an order of its own; else all have that of the data
     dtype: DType = "auto"  # of the members' arithmetic: float32, bfloat16, or bfloat16 where it pays and ranks survive
     dropout: bool = False  # whether members are scored with their dropout layers at work
     generations: int = 300

@@ -51,8 +51,9 @@ def replay(training: Run, until: int | None = None, *, from_start: bool = False)
 def fold(training: Run, record: Record) -> None:
     """The State after one more record; a gradient, which records do not hold, is computed again."""
     core, told = training.core, record.told
-    if core.strategy.needs_gradient:
-        told = core.differentiate(told.generation, training.batch(told.generation), told.values)
+    if core.strategy.needs_gradient and core.differentiating.differentiates(told.generation):
+        again = core.differentiate(told.generation, training.batch(told.generation), told.values)
+        told = replace(told, gradient=again.gradient)
     core.tell(told)
 
 

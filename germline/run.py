@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from germline.core import Core
+from germline.errors import BadInput
 from germline.fleet.local import one_thread_each
 from germline.genome import Genome, theta_sha256
 from germline.journal import Journal, Record, write_whole
@@ -41,6 +42,7 @@ class Run:
     generation: int = 0
     seconds: float = 0.0
     samples: int = 0
+    evaluations: int = 0
     sent: int = 0  # bytes, by this process
     received: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -60,17 +62,19 @@ class Run:
         batch = self.batch(generation) if self.ahead is None else self.ahead
         core.prepare(batch)
         plan = core.plan
-        told, before = core.evaluate(generation, batch), core.state
+        judged = self.judged(generation)
+        told, before = core.evaluate(generation, batch, judged), core.state
         core.advance(told)
         self.generation += 1
         self.look_ahead()
         looked_at = self.generation % self.recipe.evaluate_every == 0
         metrics = fleet.attended(lambda: self.measure(batch)) if looked_at else {}
         diagnostics = core.diagnose(told, before) if looked_at and fleet.keeper else {}
+        diagnostics |= core.compare(told) if core.strategy.needs_gradient and fleet.keeper else {}
         ended = time.perf_counter()
         seconds = ended - began + self.owed
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
-        samples = (3 if core.strategy.needs_gradient else core.strategy.population) * (batch.size if batch else 1)
+        samples = core.passes(told) * (batch.size if batch else 1)
         side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": fleet.traffic()}
         side |= {"metrics": metrics} if metrics else {}
         side |= {"diagnostics": diagnostics} if diagnostics else {}
@@ -116,6 +120,7 @@ class Run:
         if "evaluation" in record.side:  # from here on members were evaluated in another way
             self.core.adopt(Plan(**record.side["evaluation"]))
         self.metrics |= record.side.get("metrics", {})
+        self.evaluations += record.told.scores.size
         row = describe(record, self.core.objective.maximize) | {"total_seconds": self.seconds}
         self.history.append(row)
         return row
@@ -128,6 +133,16 @@ class Run:
 
     def batch(self, generation: int) -> Batch | None:
         return self.batches.batch(generation, self.core.device) if self.batches is not None else None
+
+    def judged(self, generation: int) -> Batch | None:
+        """The batch on which samples around a gradient are scored, where it is not the one of the gradient."""
+        if getattr(self.core.strategy, "select_on", "batch") == "batch" or self.batches is None:
+            return None
+        if "dev" not in self.splits:
+            raise BadInput("There is no dev set to select samples on: give one, or leave select_on=dev out.")
+        dev = self.splits["dev"]
+        size = min(self.batches.batch_size, dev.length)
+        return Batches(dev, size, self.batches.seed).batch(generation, self.core.device)
 
     def measure(self, batch: Batch | None) -> dict[str, float]:
         """The centre's score on the batch at hand, and the metrics of dev and test."""
@@ -169,7 +184,7 @@ class Run:
             "recipe": self.kept.header["recipe"],
             "strategy": core.strategy.name,
             "generations": self.generation,
-            "evaluations": self.generation * core.strategy.population,
+            "evaluations": self.evaluations,
             "samples": self.samples,
             "seconds": round(self.seconds, 3),
             "metrics": {k: round(v, 6) if math.isfinite(v) else None for k, v in sorted(self.metrics.items())},

@@ -153,7 +153,7 @@ def set_up(recipe: Recipe, fleet: Local, seed: int) -> tuple[Core, dict[str, Dat
     """A recipe made ready and tried on its first batch; nothing is written."""
     splits = recipe.splits()
     core = Core(recipe.model, recipe.strategy, recipe.goal(), fleet, seed, None, recipe.dtype, recipe.dropout)
-    batches = batches_of(recipe, splits, seed)
+    batches = batches_of(recipe, splits, seed, fleet.size if getattr(core.strategy, "per_worker", False) else 1)
     batch = batches.batch(0, core.device) if batches is not None else None
     core.try_out(batch)
     return core, splits, batches, batch
@@ -162,7 +162,7 @@ def set_up(recipe: Recipe, fleet: Local, seed: int) -> tuple[Core, dict[str, Dat
 def choose_sigma(training: Run) -> None:
     """Where sigma is auto, probes and journals the choice."""
     core = training.core
-    if getattr(core.strategy, "sigma", None) != "auto":
+    if getattr(core.strategy, "sigma", None) != "auto" or core.strategy.needs_gradient:
         return
     began = time.perf_counter()
     batch = training.batch(0)
@@ -183,7 +183,8 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
     fleet.join(lambda: {"noise on its device": noise.proof(core.device), "kind of device": core.device.type})
     fleet.attended(lambda: replay(training))
     sigma = getattr(core.strategy, "sigma", None)
-    known = {name: getattr(training, name) for name in ("generation", "seconds", "samples", "metrics")}
+    kept = ("generation", "seconds", "samples", "evaluations", "metrics")
+    known = {name: getattr(training, name) for name in kept}
     known, plan, sigma = fleet.told((known, asdict(core.settled), sigma if isinstance(sigma, float) else None))
     for name, value in known.items():
         setattr(training, name, value)
@@ -210,6 +211,7 @@ def rebuild(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
         "model": (core.genome.described(), header["layout"]),
         "number of shards": (getattr(core.strategy, "shards", 1), header["settings"].get("shards", 1)),
         "objective": (core.objective.maximize, header["maximize"]),
+        "order of the batches": (recipe.shuffle, header.get("shuffle", True)),
         "value of the model's frozen parameters and buffers": (fixed_sha256(recipe.model), header["fixed"]),
         **{f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()},
     }
@@ -221,9 +223,10 @@ def rebuild(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
     return Run(core, recipe, journal, Path(path), splits, batches)
 
 
-def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int) -> Batches | None:
+def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int, workers: int = 1) -> Batches | None:
+    """The batches of a run; of so many workers, where each has a batch of its own."""
     if "train" not in splits:
         return None
     train = splits["train"]
     size = recipe.batch_size or train.batch_size or train.length
-    return Batches(train, min(size, train.length), seed)
+    return Batches(train, min(workers * size, train.length), seed, recipe.shuffle)

@@ -34,6 +34,11 @@ STRATEGIES: dict[str, AnyStrategy] = {
     "mu-lambda, fifth": gl.MuLambda(population=24, parents=4, mates=2, recombination="discrete", adaptation="fifth"),
     "ga": gl.GA(population=24, parents=4, crossover="one-point", mutation=0.5),
     "pso": gl.PSO(population=24, decay=0.9),
+    "gradient": gl.Gradient(lr=0.05),
+    "gradient, int8": gl.Gradient(lr=0.05, slices=5, wire="int8"),
+    "hybrid-es": gl.HybridES(population=5, lr=0.5, sigma=0.5, weight_decay=0.01, wire="bfloat16"),
+    "hybrid-es, assisted": gl.HybridES(population=5, lr=0.5, sigma="auto", variant="assisted", adapt=1.1),
+    "hybrid-es, gated": gl.HybridES(population=6, lr=0.5, variant="gated", interval=3),
 }
 GENERATIONS = 8
 
@@ -57,6 +62,8 @@ def in_shards(strategy: AnyStrategy, shards: int) -> AnyStrategy:
 
 def modes_of(name: str) -> tuple[Exchange, ...]:
     """The exact ones."""
+    if STRATEGIES[name].needs_gradient:
+        return ("replay", "auto")
     return ("replay", "chromosome", "central", *(("auto",) if name == "openai-es" else ()))
 
 

@@ -2,16 +2,16 @@
 
 import gzip
 import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from germline.data import idx, mnist, published
+from germline.data import MNIST, idx, mnist, mnist_of_hybrid_es, places, published
 from germline.errors import BadInput
 
 CONTENT = gzip.compress(bytes([0, 0, 8, 2, 0, 0, 0, 2, 0, 0, 0, 3, 1, 2, 3, 4, 5, 6]))
+HERE = any(all((place / file).is_file() for file in MNIST) for place in places("mnist"))
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
@@ -20,6 +20,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A place that publishes one file; there is nothing in the cache yet."""
     monkeypatch.delenv("GERMLINE_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mirror").mkdir()
     (tmp_path / "mirror" / "some.gz").write_bytes(CONTENT)
     return (tmp_path / "mirror").as_uri() + "/"
@@ -56,7 +57,7 @@ def test_arrays_of_bytes() -> None:
     assert idx(CONTENT).tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-@pytest.mark.skipif("GERMLINE_DATA" not in os.environ, reason="MNIST is not here")
+@pytest.mark.skipif(not HERE, reason="MNIST is not here")
 def test_mnist() -> None:
     data = mnist()
     assert [len(part[1]) for part in (data.train, data.dev, data.test)] == [55000, 5000, 10000]
@@ -64,3 +65,18 @@ def test_mnist() -> None:
     assert data.train[0].shape == (55000, 784)
     assert abs(float(data.train[0].mean())) < 0.01
     assert abs(float(data.train[0].std()) - 1) < 0.01
+
+
+@pytest.mark.skipif(not HERE, reason="MNIST is not here")
+def test_mnist_of_hybrid_es() -> None:
+    """The training set after NumPy's permutation of seed 100, as the paper's code makes it."""
+    data = mnist_of_hybrid_es()
+    assert [len(part[1]) for part in (data.train, data.dev, data.test)] == [50000, 10000, 10000]
+    assert abs(float(data.train[0].double().mean())) < 1e-5
+    assert abs(float(data.train[0].double().std()) - 1) < 1e-5
+    np.random.seed(100)  # noqa: NPY002
+    order = np.random.permutation(60000)  # noqa: NPY002
+    folder = next(place for place in places("mnist") if (place / "train-labels-idx1-ubyte.gz").is_file())
+    labels = idx((folder / "train-labels-idx1-ubyte.gz").read_bytes())
+    assert data.dev[1].tolist() == labels[order[:10000]].tolist()
+    assert data.train[1].tolist() == labels[order[10000:]].tolist()

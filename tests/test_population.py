@@ -178,9 +178,10 @@ def test_an_objective_of_the_model() -> None:
 
 
 @on_every_device
-def test_the_gradient_is_that_of_backprop(device: str) -> None:
+@pytest.mark.parametrize("slices", [1, 3])
+def test_the_gradient_is_that_of_backprop(slices: int, device: str) -> None:
     module, make, candidates, batch = setting("mlp", device=device)
-    score, gradient = Local(device).gradient(make(Plan(1, "loop")), candidates.centre, batch)
+    score, gradient = Local(device).gradient(make(Plan(1, "loop", slices=slices)), candidates.centre, batch, "float32")
     module.to(device)
     loss = F.cross_entropy(module(*batch.args), batch.target)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -176,7 +176,7 @@ os.write(1, (json.dumps([type(fleet.collective.operations).__name__, *found]) + 
 def test_bad_input_of_a_fleet_is_exit_code_2(tmp_path: Path) -> None:
     command = [str(BIN / "germline"), "train", "digits", "--runs", str(tmp_path), "--fleet", "spmd", "--workers", "2"]
     for more, word in (
-        (["--strategy", "gradient"], "one process"),
+        (["--strategy", "gradient", "--exchange", "chromosome"], "by columns already"),
         (["--population", "6", "--exchange", "semi"], "cut"),
     ):
         done = subprocess.run([*command, *more], capture_output=True, text=True, env=environment())
@@ -197,8 +197,8 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         refuse("semi", gl.GA())
     with pytest.raises(BadInput, match="LBFGS does not treat each parameter by itself"):
         refuse("chromosome", gl.OpenAIES(optimizer=FakeLBFGS))
-    with pytest.raises(BadInput, match="gradient runs in one process"):
-        refuse("replay", gl.Gradient())
+    with pytest.raises(BadInput, match="by columns already"):
+        refuse("central", gl.Gradient())
     with pytest.raises(BadInput, match="exchange"):
         gl.SPMD("everything")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="timeout"):

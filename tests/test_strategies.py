@@ -21,6 +21,7 @@ from germline.strategies import (
     STRATEGIES,
     AnyStrategy,
     Gradient,
+    HybridES,
     MuLambda,
     OpenAIES,
     Told,
@@ -73,6 +74,14 @@ EXAMPLES: dict[str, AnyStrategy] = {
     "pso, ring, drifting": PSO(population=30, topology="ring", sigma=0.5, decay=0.95, clamp=0.3),
     "gradient": Gradient(lr=0.1),
     "gradient, torch": Gradient(lr=0.1, optimizer="torch.RMSprop"),
+    "hybrid-es": HybridES(interval=3, lr=0.05, sigma=0.5).laid_out(GENOME),
+    "hybrid-es, average, decay, some components": HybridES(
+        interval=2, lr=0.05, combine="average", weight_decay=0.01, fraction=0.5, noise="uniform", start=4
+    ).laid_out(GENOME),
+    "hybrid-es, assisted": HybridES(variant="assisted", lr=0.02, sigma=2.0, adapt=1.2).laid_out(GENOME),
+    "hybrid-es, gated": HybridES(variant="gated", lr=0.05, examples=4, weight_decay=0.01).laid_out(GENOME),
+    "hybrid-es, fixed": HybridES(variant="fixed", lr=0.005, epoch=5).laid_out(GENOME),
+    "hybrid-es, slots": HybridES(interval=3, lr=0.02, base="slot", epoch=4, adapt=1.1).laid_out(GENOME),
 }
 every_strategy = pytest.mark.parametrize("strategy", EXAMPLES.values(), ids=list(EXAMPLES))
 
@@ -83,11 +92,19 @@ def sphere(x: torch.Tensor) -> torch.Tensor:
 
 def generation(strategy: AnyStrategy, state: Any, field: Field, g: int) -> Told:
     values = strategy.values(state, g)
-    if strategy.needs_gradient:
-        return Told(g, np.zeros(1, np.float32), values, 2 * (state.theta - 1))
+    gradient, unshifted = None, None
+    if isinstance(strategy, Gradient | HybridES):
+        if strategy.differentiates(g):
+            gradient = 2 * (state.theta - 1)
+            if not strategy.samples(g):
+                return Told(g, np.zeros(1, np.float32), values, gradient)
+            state = strategy.informed(state, gradient, g, maximize=False)
+        unshifted = strategy.unshifted(state, field, g, values)
     members = np.arange(strategy.population)
     weights = strategy.ask(state, field, g, values).weights(members, 0, SIZE)
-    return Told(g, sphere(weights).numpy().astype(np.float32), values)
+    if unshifted is not None:
+        weights = torch.cat([unshifted.weights(np.arange(1), 0, SIZE), weights])
+    return Told(g, sphere(weights).numpy().astype(np.float32), values, gradient)
 
 
 def run(strategy: AnyStrategy, generations: int, state: Any = None, first: int = 0) -> tuple[Any, list[Told]]:
@@ -148,7 +165,7 @@ def test_scores_that_are_not_numbers_are_survived(strategy: AnyStrategy) -> None
     gone = torch.full((SIZE,), float("nan")) if told.gradient is not None else None
     after = strategy.tell(state, dataclasses.replace(told, scores=nothing, gradient=gone), field, maximize=False)
     assert same(after, state)  # no step, no decay, no change of the moments
-    if not strategy.needs_gradient:
+    if told.gradient is None:
         told.scores[::3] = float("inf")
         assert torch.isfinite(strategy.tell(state, told, field, maximize=False).theta).all()
 
@@ -162,6 +179,58 @@ def test_maximising_is_minimising_the_negative(strategy: AnyStrategy) -> None:
     negative = dataclasses.replace(told, scores=-told.scores, gradient=gradient)
     a = strategy.tell(state, told, field, maximize=False)
     assert same(a, strategy.tell(state, negative, field, maximize=True))
+
+
+def test_hybrid_es_by_hand() -> None:
+    """Two weights and a bias, K = 2: a full step, then the better of two shifted ones, whose shift stays."""
+    strategy = dataclasses.replace(HybridES(population=2, interval=2, lr=0.5, sigma=0.25), vectors=((2, 3),))
+    strategy = dataclasses.replace(strategy, weight_decay=0.5)
+    field, theta = strategy.field(7, GENOME), torch.tensor([1.0, -1.0, 2.0])
+    gradient = torch.tensor([0.5, 0.25, -1.0])
+    state = strategy.tell(
+        strategy.init(theta), Told(0, np.ones(1, np.float32), {"lr": 0.5}, gradient), field, maximize=False
+    )
+    assert state.theta.tolist() == [1.0 - 0.25 - 0.25, -1.0 - 0.125 + 0.25, 2.0 + 0.5]  # the bias does not decay
+    assert torch.equal(state.direction, gradient)
+    values = {"lr": 0.5, "sigma": 0.25}
+    assert strategy.values(state, 1) == values
+    eps = field.members(range(2), 1).integers((0, 3)).double() * field.unit(None)
+    after = strategy.tell(state, Told(1, np.array([3.0, 2.0], np.float32), values), field, maximize=False)
+    centre = torch.tensor([0.5 - 0.25 - 0.125, -0.875 - 0.125 + 0.21875, 2.5 + 0.5], dtype=torch.float64)
+    assert torch.allclose(after.theta.double(), centre + 0.5 * 0.25 * eps[1], atol=1e-6)
+    assert torch.allclose(after.direction.double(), gradient.double() - 0.25 * eps[1], atol=1e-6)
+    stepped = strategy.stepped(state.theta, state.direction, values, 0)
+    assert torch.allclose(
+        after.theta, stepped - 0.5 * (after.direction - gradient), atol=1e-6
+    )  # theta - lr (d + shift)
+
+
+@pytest.mark.parametrize(("scores", "applied"), [([1.0, 2.0, 3.0], False), ([1.0, 2.0, 0.5], True)])
+def test_the_gate_lets_the_last_gradient_pass_or_biases_alone(scores: list[float], applied: bool) -> None:
+    strategy = HybridES(population=2, variant="gated", lr=0.5).laid_out(GENOME)
+    field, theta = strategy.field(7, GENOME), torch.linspace(-1, 1, SIZE)
+    state = dataclasses.replace(strategy.init(theta), direction=torch.ones(SIZE))
+    told = Told(1, np.array(scores, np.float32), strategy.values(state, 1))
+    after = strategy.tell(state, told, field, maximize=False)
+    assert torch.equal(after.theta[:19], theta[:19] - 0.5 * applied)
+    assert torch.equal(after.theta[19:], theta[19:] - 0.5)
+    assert torch.equal(after.direction, state.direction)
+
+
+def test_when_hybrid_es_takes_a_full_gradient() -> None:
+    def full(steps: int, **settings: Any) -> list[int]:
+        strategy = HybridES(**settings)
+        return [step for step in range(steps) if strategy.differentiates(step)]
+
+    assert full(8, interval=2) == [0, 2, 4, 6]
+    assert full(8, interval=3, epoch=4) == [0, 3, 4, 7]
+    assert full(8, interval=4, start=2) == [0, 1, 4]
+    assert full(8, interval=1) == list(range(8))
+    assert full(8, variant="fixed", epoch=3) == [0, 1, 2]
+    assert full(9, interval=3, epoch=3, base="slot") == [0, 1, 2, 5, 7]  # each slot in its turn
+    assert full(4, variant="assisted") == [0, 1, 2, 3]
+    with pytest.raises(BadInput, match="epoch="):
+        HybridES(variant="fixed")
 
 
 def test_openai_es_by_hand() -> None:

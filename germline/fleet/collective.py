@@ -1,4 +1,4 @@
-"""The few operations that processes of a fleet do together: gather, sum, broadcast. Bytes are counted where they go."""
+"""The few operations that processes of a fleet do together: gather, sum, trade, broadcast. Bytes are counted here."""
 
 import atexit
 import json
@@ -47,6 +47,8 @@ class Operations(Protocol):
 
     def add(self, tensor: torch.Tensor) -> None: ...
 
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]: ...
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
 
     def beat(self, flag: torch.Tensor, root: int) -> None: ...
@@ -79,6 +81,14 @@ class Collective:
         moved = 2 * tensor.nbytes * (self.size - 1) // self.size
         self.traffic.count(moved, moved, 2 * (self.size - 1))
         return tensor
+
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """A part of bytes for each process, and from each one its part for this process, of so many bytes."""
+        with self.heeded():
+            found = self.operations.trade(parts, sizes)
+        others = [r for r in range(self.size) if r != self.rank]
+        self.traffic.count(sum(parts[r].numel() for r in others), sum(sizes[r] for r in others), len(others))
+        return found
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """The tensor of one process, in place, passed on along a tree."""
@@ -201,6 +211,12 @@ class Torch:
     def add(self, tensor: torch.Tensor) -> None:
         self.dist.all_reduce(tensor, group=self.group)
 
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        out = parts[0].new_empty(sum(sizes))
+        given = [part.numel() for part in parts]
+        self.dist.all_to_all_single(out, torch.cat(parts), sizes, given, group=self.group)
+        return list(torch.split(out, sizes))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         self.dist.broadcast(tensor, self.dist.get_global_rank(self.group, root), group=self.group)
 
@@ -240,6 +256,12 @@ class MPI:
         here = tensor.cpu()
         self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
         tensor.copy_(here)
+
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        here = torch.cat(parts).cpu()
+        out, given = here.new_empty(sum(sizes)), [part.numel() for part in parts]
+        self.world.Alltoallv([here.numpy(), given, self.mpi.BYTE], [out.numpy(), sizes, self.mpi.BYTE])
+        return list(torch.split(out.to(parts[0].device), sizes))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         here = tensor.cpu()

@@ -151,8 +151,8 @@ def changed(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 def refuse(mode: Exchange, strategy: AnyStrategy) -> None:
     """Says what cannot be done."""
-    if strategy.needs_gradient:
-        raise BadInput(f"The strategy {strategy.name} runs in one process: leave out --fleet.")
+    if strategy.needs_gradient and mode not in ("auto", "replay"):
+        raise BadInput(f"Gradients are summed by columns already: leave out --exchange {mode} for {strategy.name}.")
     if mode == "semi" and not hasattr(strategy, "shards"):
         message = "its update is a choice among members, not a sum over them"
         raise BadInput(f"There are no semi-updates for {strategy.name}, {message}: use replay or chromosome.")

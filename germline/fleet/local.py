@@ -5,6 +5,7 @@ State on as it is. So there is one loop for all fleets.
 """
 
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from germline.errors import BadInput
-from germline.noise import Field
+from germline.fleet.wire import sum_in_order
+from germline.noise import Field, rounded
 from germline.objective import Batch, seeded_generators
 from germline.population import WHOLE, Evaluator, exact_arithmetic
-from germline.strategies.base import AnyStrategy, Candidates, Told
+from germline.strategies.base import AnyStrategy, Candidates, Told, Wire
 
 T = TypeVar("T")
 MALLOPT = {-8: 1, -3: 1 << 30, -1: (1 << 31) - 1}  # glibc's arenas, and the sizes from which memory is given back
@@ -122,11 +124,29 @@ class Local:
         return np.concatenate(scores)
 
     def gradient(
-        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch
+        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        """The score of the centre on a batch, and its gradient: the means of those of its slices."""
+        parts = batch.cut(evaluator.plan.slices)
+        scores, rows = self.differentiate(evaluator, theta, parts, batch.size)
+        return mean_score(scores, parts), sum_in_order(rows, [len(parts)], wire=wire)
+
+    def differentiate(
+        self, evaluator: Evaluator, theta: torch.Tensor, parts: list[Batch], size: int
+    ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        """Of some slices of a batch the scores, and the gradients, each by its share of the examples."""
         keep_memory()
-        with one_thread_each(), exact_arithmetic(evaluator.device):
-            return evaluator.gradient(theta, batch)
+
+        def one(part: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
+            score, gradient = evaluator.gradient(theta, part)
+            return score, gradient * rounded(part.size / size, gradient.dtype)
+
+        threads = 1 if evaluator.device.type != "cpu" or evaluator.hooked else torch.get_num_threads()
+        threads = min(self.workers or threads, len(parts))
+        with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
+            found = list(map(one, parts) if threads < 2 else pool(threads).map(one, parts))
+        scores = np.concatenate([score for score, _ in found]) if found else np.empty(0, np.float32)
+        return scores, torch.stack([row for _, row in found]) if found else theta.new_empty(0, theta.numel())
 
     def advance(
         self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
@@ -186,6 +206,14 @@ class Local:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received since this was last asked."""
         return 0, 0
+
+
+def mean_score(scores: NDArray[np.float32], parts: list[Batch]) -> NDArray[np.float32]:
+    """Of a whole batch, from those of its slices."""
+    if len(parts) == 1:
+        return scores
+    total = math.fsum(float(score) * part.size for score, part in zip(scores, parts, strict=True))
+    return np.array([total / sum(part.size for part in parts)], np.float32)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar, TypeVar
@@ -21,11 +22,12 @@ from germline.errors import BadInput
 from germline.fleet.collective import Backend, Collective, connect
 from germline.fleet.exchange import Exchange, Mode, Update, refuse
 from germline.fleet.launch import Launch, launched
-from germline.fleet.local import Local
+from germline.fleet.local import Local, mean_score
+from germline.fleet.wire import sum_in_order
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.base import AnyStrategy, Candidates, Told, pack, unpack
+from germline.strategies.base import AnyStrategy, Candidates, Told, Wire, pack, unpack
 from germline.strategies.settings import check_choice
 
 T = TypeVar("T")
@@ -33,7 +35,7 @@ TIMEOUT = 120.0  # seconds
 RECENT = 0.3  # the weight of the latest generation in the measured speed of a process
 WORTH = 0.9  # of its time must be left for a new deal
 STATUS = np.dtype(
-    [("failed", "<i4"), ("interrupted", "<i4"), ("seconds", "<f8"), ("block_seconds", "<f8"), ("digest", "S16")]
+    [("failed", "<i4"), ("interrupted", "<i4"), ("seconds", "<f8"), ("piece_seconds", "<f8"), ("digest", "S16")]
 )
 
 
@@ -70,8 +72,7 @@ class SPMD(Local):
         self.kept_by = 0  # the rank that keeps the journal
         self.status: Any = np.zeros(1, STATUS)  # what the others are to hear with the next scores
         self.last: tuple[float, bool] | None = None  # what was last heard
-        self.shares: tuple[int, ...] = ()  # blocks of each process
-        self.block_seconds: list[float] = []  # of each process; none before there is anything measured
+        self.deals: dict[tuple[int, int], Deal] = {}  # of blocks, and of slices
         self.counted = (0, 0)
         self.number = 0  # of the run in this program: there may be several, one after the other
 
@@ -158,7 +159,7 @@ class SPMD(Local):
     def new_run(self) -> None:
         SPMD.runs += 1
         self.number = SPMD.runs
-        self.last, self.shares, self.block_seconds = None, (), []
+        self.last, self.deals = None, {}
 
     def told(self, value: T) -> T:
         found: T = self.collective.say(value if self.keeper else None, self.kept_by)
@@ -194,22 +195,47 @@ class SPMD(Local):
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
     ) -> NDArray[np.float32]:
         """Each process scores its share of the blocks; all have all scores."""
-        block, rank = evaluator.plan.block, self.rank
-        count = -(-population // block)
-        if sum(self.shares) != count:
-            self.block_seconds, self.shares = [], deal(count, [1.0] * self.size)
-        first = sum(self.shares[:rank])
-        share = slice(first, first + self.shares[rank])
+        block = evaluator.plan.block
+
+        def score(share: slice) -> NDArray[np.float32]:
+            return self.score(evaluator, candidates, population, batch, share)
+
+        return self._shared_out(self._deal(-(-population // block), block), score)[:population]
+
+    def gradient(
+        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire
+    ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        """Each process has the gradients of its share of the slices; all have the sum."""
+        parts = batch.cut(evaluator.plan.slices)
+        dealt, rows = self._deal(len(parts), 0), theta.new_empty(0, theta.numel())
+
+        def differentiate(share: slice) -> NDArray[np.float32]:
+            nonlocal rows
+            scores, rows = self.differentiate(evaluator, theta, parts[share], batch.size)
+            return scores
+
+        counts = list(dealt.shares)  # as they are now
+        scores = self._shared_out(dealt, differentiate)
+        return mean_score(scores, parts), sum_in_order(rows, counts, self.collective, wire)
+
+    def _deal(self, count: int, width: int) -> "Deal":
+        """Who does which of so many pieces of work of one kind, each of which gives so many scores, or one."""
+        if (count, width) not in self.deals:
+            self.deals[count, width] = Deal(deal(count, [1.0] * self.size), max(1, width))
+        return self.deals[count, width]
+
+    def _shared_out(self, dealt: "Deal", work: Callable[[slice], NDArray[np.float32]]) -> NDArray[np.float32]:
+        """Each process does its share of the work; all have all that came of it, and hear what else others say."""
+        share, width = dealt.share(self.rank), dealt.width
         scores, error, began = np.empty(0, np.float32), None, time.perf_counter()
         try:
             if share.stop > share.start:
-                scores = self.score(evaluator, candidates, population, batch, share)
+                scores = work(share)
         except Exception as failure:  # all must hear of it: they are waiting
             error = failure
-        blocks = max(1, share.stop - share.start)
-        self.status["block_seconds"] = (time.perf_counter() - began) / blocks
+        self.status["piece_seconds"] = (time.perf_counter() - began) / max(1, share.stop - share.start)
         self.status["failed"] = error is not None
-        room = max(self.shares) * block * 4
+        room = max(dealt.shares) * width * 4
         content = np.zeros(room + STATUS.itemsize, np.uint8)
         if error is None:
             content[: scores.nbytes] = scores.view(np.uint8)
@@ -217,9 +243,9 @@ class SPMD(Local):
         rows = self.collective.gather(torch.from_numpy(content)).numpy()
         statuses = np.ascontiguousarray(rows[:, room:]).view(STATUS)[:, 0]
         self._heed(statuses, error)
-        parts = [row[: 4 * block * n].copy().view(np.float32) for row, n in zip(rows, self.shares, strict=True)]
-        self._deal_anew(statuses["block_seconds"].tolist())
-        return np.concatenate(parts)[:population]
+        parts = [row[: 4 * width * n].copy().view(np.float32) for row, n in zip(rows, dealt.shares, strict=True)]
+        dealt.heed(statuses["piece_seconds"].tolist())
+        return np.concatenate(parts)
 
     def _heed(self, statuses: Any, error: Exception | None) -> None:
         """What the others have said beside their scores."""
@@ -230,20 +256,12 @@ class SPMD(Local):
         if others.size:
             raise BadInput(f"Rank {others[0]} was given another batch than rank 0: all must see the same examples.")
 
-    def _deal_anew(self, measured: list[float]) -> None:
-        before = self.block_seconds or measured
-        slowest = max(seconds for seconds, n in zip(measured, self.shares, strict=True) if n)
-        before = [old if n else slowest for old, n in zip(before, self.shares, strict=True)]
-        new = [seconds if n else slowest for seconds, n in zip(measured, self.shares, strict=True)]
-        self.block_seconds = [old + RECENT * (seconds - old) for old, seconds in zip(before, new, strict=True)]
-        better = deal(sum(self.shares), self.block_seconds)
-        if longest(better, self.block_seconds) < WORTH * longest(self.shares, self.block_seconds):
-            self.shares = better
-
     # The update
 
     def adapted(self, strategy: AnyStrategy) -> AnyStrategy:
         refuse(self.exchange, strategy)
+        if getattr(strategy, "per_worker", False):
+            return dataclasses.replace(strategy, slices=self.size * strategy.slices)  # type: ignore[type-var, attr-defined]
         if self.exchange != "semi":
             return strategy
         shards = strategy.shards if strategy.shards > 1 else self.size  # type: ignore[attr-defined]
@@ -255,6 +273,8 @@ class SPMD(Local):
         size = int(state.theta.numel())
         if size < 8 * self.size and self.exchange in ("auto", "chromosome"):
             mode: Mode = "replay"  # there is nothing to share out
+        elif strategy.needs_gradient:
+            mode = "replay"  # the sum of the gradients is shared out already
         elif self.exchange == "auto":
             mode = self._faster(strategy, state, field, maximize=maximize)
         else:
@@ -307,14 +327,38 @@ class SPMD(Local):
         return unpack(state, tree, arrays)
 
 
-def deal(blocks: int, seconds: list[float]) -> tuple[int, ...]:
-    """How many blocks each process has, by the seconds that it takes for one: each the one that it would end first.
+@dataclass
+class Deal:
+    """How pieces of work are shared out: by the seconds that each process takes for one."""
+
+    shares: tuple[int, ...]  # pieces of each process
+    width: int  # scores that a piece gives
+    seconds: list[float] = field(default_factory=list)  # of each process; none before there is anything measured
+
+    def share(self, rank: int) -> slice:
+        first = sum(self.shares[:rank])
+        return slice(first, first + self.shares[rank])
+
+    def heed(self, measured: list[float]) -> None:
+        """Deals anew where that is worth it."""
+        before = self.seconds or measured
+        slowest = max(seconds for seconds, n in zip(measured, self.shares, strict=True) if n)
+        before = [old if n else slowest for old, n in zip(before, self.shares, strict=True)]
+        new = [seconds if n else slowest for seconds, n in zip(measured, self.shares, strict=True)]
+        self.seconds = [old + RECENT * (seconds - old) for old, seconds in zip(before, new, strict=True)]
+        better = deal(sum(self.shares), self.seconds)
+        if longest(better, self.seconds) < WORTH * longest(self.shares, self.seconds):
+            self.shares = better
+
+
+def deal(pieces: int, seconds: list[float]) -> tuple[int, ...]:
+    """How many pieces each process has, by the seconds that it takes for one: each the one that it would end first.
 
     >>> deal(10, [1.0, 1.0, 3.0])
     (5, 4, 1)
     """
     shares = [0] * len(seconds)
-    for _ in range(blocks):
+    for _ in range(pieces):
         ends = [(n + 1) * each for n, each in zip(shares, seconds, strict=True)]
         shares[ends.index(min(ends))] += 1
     return tuple(shares)

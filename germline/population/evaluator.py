@@ -49,6 +49,7 @@ class Plan:
     vectorised: bool = True  # whether the score, too, is computed for all members at once
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; float32 stands for the module's own types
     dropout: bool = False
+    slices: int = 1  # parts of a batch whose gradients are computed apart and summed in order
 
     @property
     def one_by_one(self) -> bool:
@@ -180,16 +181,20 @@ class Evaluator:
 
     def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
         """The score of the centre on a batch, and its gradient by backprop."""
+        with torch.enable_grad():
+            centre = theta.detach().clone().requires_grad_(True)
+            score = self.score_at(centre, batch)
+            (gradient,) = torch.autograd.grad(score, centre)
+        return score.detach().float().cpu().numpy().reshape(1), gradient
+
+    def score_at(self, theta: torch.Tensor, batch: Batch) -> Any:
+        """The score of the module with these weights."""
         module = self.mine()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(module, self.genome.views(centre) | self.buffers(), args, kwargs)
+            return functional_call(module, self.genome.views(theta) | self.buffers(), args, kwargs)
 
-        with torch.enable_grad():
-            centre = theta.detach().clone().requires_grad_(True)
-            score = self.objective.score(forward, batch)
-            (gradient,) = torch.autograd.grad(score, centre)
-        return score.detach().float().cpu().numpy().reshape(1), gradient
+        return self.objective.score(forward, batch)
 
     @property
     def hooked(self) -> bool:

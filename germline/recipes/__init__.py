@@ -16,6 +16,7 @@ from germline.errors import BadInput, unknown
 from germline.recipe import Recipe
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
+from germline.recipes.hybrid_es import hybrid_es_convnet, hybrid_es_mnist
 from germline.recipes.mnist import mnist_mlp
 from germline.strategies.settings import parse
 
@@ -26,6 +27,8 @@ RECIPES: dict[str, Maker] = {
     "mnist-3m": mnist_3m,
     "cif-900k": cif_900k,
     "cif-8m": cif_8m,
+    "hybrid-es-mnist": hybrid_es_mnist,
+    "hybrid-es-convnet": hybrid_es_convnet,
 }
 
 

@@ -3,15 +3,26 @@
 from typing import Any
 
 from germline.errors import unknown
-from germline.strategies.base import AnyStrategy, Apart, Candidates, Strategy, Told, cut, pack, unpack
+from germline.strategies.base import (
+    AnyStrategy,
+    Apart,
+    Candidates,
+    Differentiating,
+    Strategy,
+    Told,
+    cut,
+    pack,
+    unpack,
+)
 from germline.strategies.ga import GA
 from germline.strategies.gradient import Gradient
+from germline.strategies.hybrid_es import HybridES
 from germline.strategies.mu_lambda import MuLambda
 from germline.strategies.openai_es import OpenAIES
 from germline.strategies.pso import PSO
 from germline.strategies.snes import SNES
 
-STRATEGIES: dict[str, type[Any]] = {cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, Gradient)}
+STRATEGIES: dict[str, type[Any]] = {cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, HybridES, Gradient)}
 
 
 def strategy_class(name: str) -> type[Any]:
@@ -29,7 +40,9 @@ __all__ = [
     "AnyStrategy",
     "Apart",
     "Candidates",
+    "Differentiating",
     "Gradient",
+    "HybridES",
     "MuLambda",
     "OpenAIES",
     "Strategy",

@@ -8,7 +8,7 @@ columns it gives the same columns of the next State.
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class Apart(Candidates):
     shared: ClassVar[bool] = False
 
 
+Wire = Literal["float32", "bfloat16", "int8"]  # float32 stands for the type of the weights: nothing is rounded
 Make = Callable[[NDArray[np.int64], int, int], torch.Tensor]  # parameters low to high of some members
 
 
@@ -109,6 +110,24 @@ class Strategy(Protocol[S]):
 
 
 AnyStrategy = Strategy[Any]
+
+
+class Differentiating(Protocol):
+    """What a strategy that needs gradients says besides."""
+
+    slices: int  # of a batch
+    per_worker: bool  # whether batch and slices are those of each worker
+    wire: Wire
+
+    def differentiates(self, generation: int) -> bool: ...
+
+    def samples(self, generation: int) -> bool: ...
+
+    def informed(self, state: Any, gradient: torch.Tensor, generation: int, *, maximize: bool) -> Any: ...
+
+    def unshifted(
+        self, state: Any, field: Field, generation: int, values: Mapping[str, float]
+    ) -> Candidates | None: ...
 
 
 class Summed(Protocol[S]):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 
@@ -10,8 +10,8 @@ from germline.genome import Genome
 from germline.noise import Field
 from germline.optim import Moments
 from germline.schedule import Scheduled
-from germline.strategies.base import Candidates, Told
-from germline.strategies.settings import check_optimiser, optimiser_of, rate_at, setting
+from germline.strategies.base import Candidates, Told, Wire
+from germline.strategies.settings import check_choice, check_count, check_optimiser, optimiser_of, rate_at, setting
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,28 @@ class Gradient:
     )
     scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimiser")
     weight_decay: float = setting(0.0, "decoupled weight decay")
+    slices: int = setting(4, "parts of a batch whose gradients are computed apart and summed in order")
+    per_worker: bool = setting(
+        False, "batch size and slices are those of each worker: the batch grows with their number"
+    )
+    wire: Wire = setting("float32", "how gradients travel between processes: float32, bfloat16 or int8")
 
     def __post_init__(self) -> None:
         check_optimiser(self)
+        check_count("slices", self.slices)
+        check_choice("wire", self.wire, get_args(Wire))
+
+    def differentiates(self, generation: int) -> bool:
+        return True
+
+    def samples(self, generation: int) -> bool:
+        return False
+
+    def informed(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
+        return state
+
+    def unshifted(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates | None:
+        return None
 
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed)

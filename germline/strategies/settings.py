@@ -96,6 +96,11 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
             raise BadInput(f"The setting {name} must be {'0 or more' if zero else 'above 0'}, not {end!r}.")
 
 
+def check_count(name: str, value: int) -> None:
+    if value < 1:
+        raise BadInput(f"{name} must be at least 1, not {value}.")
+
+
 def check_number(name: str, value: Any) -> None:
     """For what cannot change over the generations."""
     if not isinstance(value, int | float):

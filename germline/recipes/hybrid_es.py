@@ -1,0 +1,79 @@
+"""The two nets of the Hybrid-ES paper (Bartolo) on MNIST, in its own setting."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from germline.data import mnist_of_hybrid_es
+from germline.recipe import Recipe, seeded
+from germline.strategies import Gradient, HybridES
+
+EPOCHS = 30
+RATE, DECAY = 5.0, 2e-4  # of the mean loss: 5 / 1000 of a gradient summed over 1,000, and twice a penalty of 1e-4
+
+
+def hybrid_es_mnist(*, seed: int = 0, hidden: int = 300, batch_size: int = 1000, epochs: int = EPOCHS) -> Recipe:
+    """MNIST by 784-300-10 with sigmoids: batches in the same order in each of 30 epochs, a step of 5, no momentum."""
+    data = mnist_of_hybrid_es()
+    steps = len(data.train[1]) // batch_size
+
+    def net() -> nn.Module:
+        made = nn.Sequential(nn.Linear(784, hidden), nn.Sigmoid(), nn.Linear(hidden, 10))
+        return normal(made)
+
+    return Recipe(
+        model=seeded(seed, net),
+        data=data.train,
+        dev=data.dev,
+        test=data.test,
+        loss=F.cross_entropy,
+        strategy=HybridES(lr=RATE, weight_decay=DECAY, sigma=0.1, examples=batch_size, epoch=steps),
+        others={"gradient": Gradient(lr=RATE, optimizer="sgd", weight_decay=DECAY)},
+        batch_size=batch_size,
+        shuffle=False,
+        generations=epochs * steps,
+        evaluate_every=steps,
+        snapshot_every=10 * steps,
+    )
+
+
+def normal(net: nn.Module) -> nn.Module:
+    """Weights from a normal distribution of variance 1, biases 0."""
+    for parameter in net.parameters():
+        (nn.init.normal_ if parameter.dim() > 1 else nn.init.zeros_)(parameter)
+    return net
+
+
+class ConvNet(nn.Module):
+    """6C5-P2-16C5-P2-tanh-10."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
+        self.out = nn.Linear(16 * 4 * 4, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.first(x.view(-1, 1, 28, 28)), 2)
+        x = F.max_pool2d(self.second(x), 2)
+        y: torch.Tensor = self.out(torch.tanh(x.flatten(1)))
+        return y
+
+
+def hybrid_es_convnet(*, seed: int = 0, batch_size: int = 256, epochs: int = 5, lr: float = 0.1) -> Recipe:
+    """MNIST by 6C5-P2-16C5-P2-tanh-10: a full gradient in every step, then the best of it and of ten shifts of it."""
+    data = mnist_of_hybrid_es()
+    steps = len(data.train[1]) // batch_size
+    return Recipe(
+        model=seeded(seed, ConvNet),
+        data=data.train,
+        dev=data.dev,
+        test=data.test,
+        loss=F.cross_entropy,
+        strategy=HybridES(variant="assisted", lr=lr, sigma=1.0, examples=batch_size, epoch=steps),
+        others={"gradient": Gradient(lr=lr, optimizer="sgd")},
+        batch_size=batch_size,
+        shuffle=False,
+        generations=epochs * steps,
+        evaluate_every=steps,
+        snapshot_every=5 * steps,
+    )

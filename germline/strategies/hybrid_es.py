@@ -1,0 +1,261 @@
+"""Hybrid-ES: Bartolo, "Hybrid-ES": a full gradient now and then, and between them random shifts of the last one.
+
+    full step     d = gradient,                        theta <- theta - lr d
+    shifted step  K samples theta - lr (d + sigma z),  the best of them by its seed and cost alone
+
+Both with weight decay on matrices, not on biases. Variants:
+
+    algorithm2   the best sample is applied, and its shifted gradient carried on to the next step
+    assisted     a full gradient in every step, then K samples around it; the step without a shift is one of them
+    fixed        gradients of the first epoch only, then samples around their mean, or around that of the same slot
+    gated        what the published code does: no shift is ever applied. If a sample is better than the weights before
+                 the step, the last gradient is applied once more; if not, only biases step
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+
+from germline.errors import BadInput
+from germline.genome import Genome
+from germline.noise import Field, Kind, Noise, Stream, rounded
+from germline.schedule import Scheduled, value_at
+from germline.shaping import best_first, goodness
+from germline.strategies.base import Candidates, Told, Wire
+from germline.strategies.settings import check_choice, check_count, check_number, check_rate, setting
+
+Variant = Literal["algorithm2", "assisted", "fixed", "gated"]
+Base = Literal["last", "slot", "mean"]
+
+
+@dataclass(frozen=True)
+class State:
+    theta: torch.Tensor
+    direction: torch.Tensor  # the gradient that is shifted; shifts stay in it under algorithm2
+    cache: torch.Tensor  # (slots, parameters): the gradients of an epoch, their sum, or nothing
+    scale: float = 1.0  # of sigma, where it adapts
+
+
+@dataclass(frozen=True)
+class HybridES:
+    """Backprop in every ``interval``-th step and random shifts of its gradient between.
+
+    >>> strategy = HybridES(interval=3, epoch=5)
+    >>> [strategy.differentiates(step) for step in range(7)]
+    [True, False, False, True, False, True, False]
+    """
+
+    name: ClassVar[str] = "hybrid-es"
+    needs_gradient: ClassVar[bool] = True
+    asked: ClassVar[tuple[str, ...]] = ("theta", "direction")
+
+    population: int = setting(10, "K, the samples of a shifted step, over all workers")
+    interval: int = setting(2, "r: a full gradient in every r-th step of an epoch; 1 is plain gradient descent")
+    variant: Variant = setting("algorithm2", "algorithm2, assisted, fixed or gated")
+    sigma: float | Literal["auto"] = setting(
+        0.1, "deviation of the shifts of a gradient that is summed over examples; auto is that of its components"
+    )
+    examples: int = setting(1, "examples over which the gradient is summed that sigma is meant for; 1 is for a mean")
+    adapt: float = setting(1.0, "factor of sigma after a step in which a shift was better than none; 1 leaves it")
+    lr: Scheduled = setting(0.1, "learning rate: a number or a schedule")
+    weight_decay: float = setting(0.0, "of matrices, times the learning rate; biases have none")
+    combine: Literal["best", "average"] = setting("best", "the best sample, or the mean of the better half")
+    normalize: bool = setting(False, "whether gradients are scaled to length 1")
+    select_on: Literal["batch", "dev"] = setting("batch", "whether samples are scored on the batch or on one of dev")
+    base: Base = setting("last", "what is shifted: the last gradient, the mean of an epoch, or that of the same slot")
+    epoch: int = setting(0, "steps of an epoch, in which the interval is counted; 0 counts through")
+    start: int = setting(0, "steps before the first shifted one")
+    fraction: float = setting(1.0, "part of the components that are shifted, drawn anew in each step")
+    noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
+    slices: int = setting(4, "parts of a batch whose gradients are computed apart and summed in order")
+    per_worker: bool = setting(
+        False, "batch size and slices are those of each worker: the batch grows with their number"
+    )
+    wire: Wire = setting("float32", "how gradients travel between processes: float32, bfloat16 or int8")
+    vectors: tuple[tuple[int, int], ...] | None = setting(None, "spans of parameters that are not matrices")
+
+    def __post_init__(self) -> None:
+        choices: dict[str, Any] = {"variant": Variant, "base": Base, "wire": Wire}
+        for name, kinds in choices.items():
+            check_choice(name, getattr(self, name), get_args(kinds))
+        check_choice("combine", self.combine, ("best", "average"))
+        check_choice("select_on", self.select_on, ("batch", "dev"))
+        for name in ("population", "interval", "examples", "slices"):
+            check_count(name, getattr(self, name))
+        if self.sigma != "auto":
+            check_number("sigma", self.sigma)
+            check_rate("sigma", self.sigma)
+        for name in ("lr", "weight_decay"):
+            check_rate(name, getattr(self, name), zero=True)
+        check_rate("adapt", self.adapt)
+        if not 0 < self.fraction <= 1:
+            raise BadInput(f"The fraction of the components must be above 0 and at most 1, not {self.fraction}.")
+        if min(self.epoch, self.start) < 0:
+            raise BadInput("The settings epoch and start count steps: they must not be negative.")
+        if not self.epoch and (self.variant == "fixed" or self.base != "last"):
+            raise BadInput("Say how many steps an epoch has, with epoch=, for gradients that are kept for one.")
+        if self.variant == "fixed" and self.base == "last":
+            object.__setattr__(self, "base", "mean")
+        if self.vectors is not None:
+            object.__setattr__(self, "vectors", tuple((int(a), int(b)) for a, b in self.vectors))  # from a header
+
+    def laid_out(self, genome: Genome) -> "HybridES":
+        """With the places of the parameters that are not matrices, which from then on are part of the run."""
+        spans = [(slot.start, slot.stop) for slot in genome.slots if len(slot.shape) < 2]
+        return self if self.vectors is not None else replace(self, vectors=tuple(spans))
+
+    def field(self, seed: int, genome: Genome) -> Field:
+        return Field(seed, self.noise, mirrored=False)
+
+    def init(self, theta: torch.Tensor) -> State:
+        slots = {"last": 0, "mean": 1, "slot": self.epoch}[self.base]
+        return State(theta, torch.zeros_like(theta), theta.new_zeros(slots, theta.numel()))
+
+    # What a step consists of
+
+    def differentiates(self, generation: int) -> bool:
+        """Whether it needs a full gradient."""
+        if generation < self.start or self.variant == "assisted":
+            return True
+        epoch, slot = divmod(generation, self.epoch) if self.epoch else (0, generation)
+        if self.variant == "fixed":
+            return epoch == 0
+        if self.base == "last":
+            return slot % self.interval == 0
+        return epoch == 0 or (slot + epoch) % self.interval == 0  # so that each slot has its turn
+
+    def samples(self, generation: int) -> bool:
+        """Whether it scores samples."""
+        return generation >= self.start and (self.variant == "assisted" or not self.differentiates(generation))
+
+    def values(self, state: State, generation: int) -> dict[str, float]:
+        rate = value_at(self.lr, generation)
+        check_rate("lr", rate, zero=True)
+        known = {} if self.sigma == "auto" else {"sigma": self.sigma / self.examples * state.scale}
+        return {"lr": rate} | known
+
+    def informed(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
+        """The State that knows a new gradient."""
+        gradient = -gradient if maximize else gradient
+        if self.base == "last":
+            return replace(state, direction=gradient)
+        cache = state.cache.clone()
+        if self.base == "slot":
+            cache[generation % self.epoch] = gradient
+        elif generation < self.epoch:
+            cache[0] += gradient * rounded(1 / self.epoch, cache.dtype)
+        return replace(state, direction=gradient, cache=cache)
+
+    def shifted(self, state: State, generation: int) -> torch.Tensor:
+        """The gradient of a step, before any shift."""
+        if self.differentiates(generation) or self.base == "last":
+            return state.direction
+        return state.cache[generation % self.epoch if self.base == "slot" else 0]
+
+    def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
+        direction = self.shifted(state, generation)
+        rate = self.rate(direction, values)
+        sigma = self.masked(rate * self.spread(state, direction, values), field, generation, state.theta, 0)
+        return Candidates(field, generation, self.stepped(state.theta, direction, values, 0), sigma)
+
+    def unshifted(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates | None:
+        """What samples are compared with, where they are compared with anything but each other."""
+        if self.variant == "gated":
+            return Candidates(field, generation, state.theta, 0.0)
+        if self.variant != "assisted" and self.adapt == 1:
+            return None
+        return Candidates(field, generation, self.stepped(state.theta, self.shifted(state, generation), values, 0), 0.0)
+
+    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
+        generation, values, before = told.generation, told.values, state
+        if self.differentiates(generation):
+            if told.gradient is None or not bool(torch.isfinite(told.gradient).all()):
+                return before
+            state = self.informed(state, told.gradient, generation, maximize=maximize)
+        direction = self.shifted(state, generation)
+        centre = self.stepped(state.theta, direction, values, start)
+        if not self.samples(generation):
+            return replace(state, theta=centre)
+        good = goodness(told.scores, maximize)
+        compared = told.scores.size > self.population  # the first is that of what is not shifted
+        if not np.isfinite(good[compared:]).any():
+            return before
+        order = best_first(told.scores[compared:], maximize=maximize)
+        better = bool(good[compared:][order[0]] > good[0]) if compared else True
+        if self.variant == "gated":
+            step = centre if better else torch.where(self.biases(state.theta, start), centre, state.theta)
+            return replace(state, theta=step, scale=self.adapted(state.scale, better))
+        if not better and self.variant == "assisted":
+            return replace(state, theta=centre, scale=self.adapted(state.scale, better))
+        spread, rate = self.spread(state, direction, values), self.rate(direction, values)
+        chosen = order[: 1 if self.combine == "best" else -(-self.population // 2)]
+        noise = field.members(chosen, generation, state.theta.device)
+        theta, moved = (
+            self.moved(array, noise, self.masked(by, field, generation, state.theta, start), start)
+            for array, by in ((centre, rate * spread), (direction, -spread))
+        )
+        carried = moved if self.variant == "algorithm2" and self.base == "last" else state.direction
+        return replace(state, theta=theta, direction=carried, scale=self.adapted(state.scale, better))
+
+    # Its parts
+
+    def stepped(
+        self, theta: torch.Tensor, direction: torch.Tensor, values: Mapping[str, float], start: int
+    ) -> torch.Tensor:
+        """theta after a step without a shift."""
+        moved = theta - direction * rounded(self.rate(direction, values), theta.dtype)
+        if not self.weight_decay:
+            return moved
+        decay = theta * rounded(values["lr"] * self.weight_decay, theta.dtype)
+        return moved - decay.masked_fill(self.biases(theta, start), 0.0)
+
+    def rate(self, direction: torch.Tensor, values: Mapping[str, float]) -> float:
+        """The learning rate; of a gradient of length 1, where it is scaled to that."""
+        length = math.sqrt(sum_of_squares(direction)) if self.normalize else 1.0
+        return values["lr"] / length if length else 0.0
+
+    def spread(self, state: State, direction: torch.Tensor, values: Mapping[str, float]) -> float:
+        """The deviation of the shifts of a gradient of the mean."""
+        if self.sigma != "auto":
+            return values["sigma"]
+        mean = float(direction.double().sum()) / direction.numel()
+        variance = max(0.0, sum_of_squares(direction) / direction.numel() - mean * mean)
+        return rounded(math.sqrt(variance), torch.float32) * state.scale
+
+    def masked(
+        self, sigma: float, field: Field, generation: int, theta: torch.Tensor, start: int
+    ) -> float | torch.Tensor:
+        """Sigma for each parameter, where only some are shifted."""
+        if self.fraction == 1:
+            return sigma
+        drawn = field.members([self.population], generation, theta.device)  # the number of no sample
+        halves = drawn.halves((start, start + theta.numel()), Stream.COEFFICIENT)[0]
+        return (halves < round(self.fraction * 65536)).to(theta.dtype) * rounded(sigma, theta.dtype)
+
+    def moved(self, array: torch.Tensor, noise: Noise, sigma: float | torch.Tensor, start: int) -> torch.Tensor:
+        """An array shifted by the noise of one sample, or by the mean of that of several."""
+        count = noise.addresses.size
+        if count == 1:
+            return noise.perturb(array.contiguous(), sigma, start=start)[0]
+        total = noise.weighted_sum(np.ones(count, np.int64), (start, start + array.numel()), array.dtype)
+        scale = sigma / count if isinstance(sigma, torch.Tensor) else rounded(sigma / count, array.dtype)
+        return array + total * scale
+
+    def biases(self, theta: torch.Tensor, start: int) -> torch.Tensor:
+        """Which of the columns are of no matrix."""
+        found = torch.zeros_like(theta, dtype=torch.bool)
+        for low, high in self.vectors or ():
+            found[max(0, low - start) : max(0, high - start)] = True
+        return found
+
+    def adapted(self, scale: float, better: bool) -> float:
+        """The 1/5 rule: sigma grows with success, and shrinks by a quarter as much, on a logarithmic scale, without."""
+        return scale * (self.adapt if better else self.adapt**-0.25)
+
+
+def sum_of_squares(array: torch.Tensor) -> float:
+    return float((array.double() ** 2).sum())
