@@ -13,11 +13,12 @@ from germline.fleet import SPMD, Local
 from germline.objective import accuracy
 from germline.recipe import Recipe, seeded
 from germline.schedule import Schedule
-from germline.strategies import GA, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES
+from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES
 from germline.version import __version__
 
 __all__ = [
     "GA",
+    "PESGD",
     "PSO",
     "SNES",
     "SPMD",

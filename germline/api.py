@@ -175,9 +175,12 @@ class Search:
     ) -> None:
         goal = objective_of(loss, score, objective, maximize, None)
         check_choice("dtype", dtype, typing.get_args(DType))
+        strategy = strategy or OpenAIES()
+        if getattr(strategy, "rears", False) or getattr(strategy, "select_on", "batch") == "dev":
+            raise BadInput(f"The strategy {strategy.name} needs data of its own, not batches: use gl.train.")
         self._module = model
         with torch.inference_mode(False):
-            self._core = Core(model, strategy or OpenAIES(), goal, fleet or Local(), seed, None, dtype, dropout)
+            self._core = Core(model, strategy, goal, fleet or Local(), seed, None, dtype, dropout)
         self._batch: Batch | None = None
         self._shapes: Any = ()  # of the inputs that were last tried
         self._joined = False

@@ -34,7 +34,7 @@ from germline.replay import verify as verify_records
 from germline.report import read, write_curves, write_report
 from germline.run import Run, export_theta
 from germline.stopping import Stop, Target
-from germline.strategies import STRATEGIES, strategy_class
+from germline.strategies import STRATEGIES, HybridES, strategy_class
 from germline.strategies.settings import parse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -273,6 +273,9 @@ def plan(
         os.environ["GERMLINE_DATA"] = str(data)
     own, of_recipe = split_settings(settings or [], population=population, rank=rank)
     made = with_strategy(make(recipe, of_recipe, 0), strategy, own)
+    if isinstance(made.strategy, HybridES):
+        show_resources(recipe, made, settings or [], as_json=json_)
+        return
     between = costs.Network.parse(network)
     counts = [whole_number("number of workers", parse(int, "workers", text), 1 << 20) for text in workers.split(",")]
     rates, parameters = costs.measure(made, made.strategy, device), Genome.of(made.model).size
@@ -293,6 +296,32 @@ def plan(
         table.add_row(*cost.told().values())
     Console().print(table)
     print(said)
+
+
+def show_resources(name: str, made: Recipe, settings: list[str], *, as_json: bool) -> None:
+    """The resource model of Hybrid-ES beside what is measured."""
+    from germline import resources
+
+    print("measuring runs in two processes ...", file=sys.stderr)
+    found = resources.table(name, made, settings)
+    if as_json:
+        print(json.dumps(found))
+        return
+    parts = [f"{part} {1e3 * found['phases'][part]:.3g}" for part in ("forward", "backward", "shift", "update")]
+    print(f"one core, ms: {', '.join(parts)}; the paper's: forward 16.4, backward 5.5, shift 15.1, update 1.196")
+    full, held = found["all_full"], [found["phases"][f"memory_{kind}"] / 1e6 for kind in ("full", "shifted")]
+    print(f"tensors held at once by a gradient {held[0]:.3g} MB, by a sample {held[1]:.3g} MB")
+    steps = f"{1e3 * full['seconds']:.3g} ms, {full['bytes_sent']:,.0f} bytes sent"
+    print(f"all steps full, two processes: {steps}, at most {full['peak_memory'] / 1e6:,.0f} MB of memory")
+    ways = ("paper", "model", "measured")
+    table = Table(
+        "interval", *(f"{what}, {way}" for what in ("runtime", "memory", "network") for way in ways), box=None
+    )
+    for row in found["rows"]:
+        cells = [f"{row[way][what]:.3f}" for what in ("runtime", "memory", "network") for way in ways]
+        table.add_row(str(row["interval"]), *cells)
+    Console().print(table)
+    print("as parts of what steps take that are all full; memory is a mean over time, measured it is the peak")
 
 
 @command

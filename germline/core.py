@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from germline.journal import PROBE
 from germline.kernels import home
 from germline.noise import WORD, Field, Stream
 from germline.objective import Batch, Objective, seeded_generators
+from germline.optim import Moments
 from germline.population import (
     SURVIVAL,
     DType,
@@ -39,6 +40,9 @@ from germline.population import (
 )
 from germline.shaping import utilities
 from germline.strategies import AnyStrategy, Apart, Candidates, Differentiating, Told
+from germline.strategies.settings import optimiser_of
+
+Exam = Callable[[Evaluator, torch.Tensor], float]
 
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 CHECK_EVERY = 100  # generations between checks of sampled members
@@ -92,7 +96,27 @@ class Core:
         if hasattr(self.strategy, "laid_out"):  # and those that depend on which of them are where
             self.strategy = self.strategy.laid_out(self.genome)
         self.noise = self.strategy.field(self.seed, self.genome)
-        self.state = self.strategy.init(theta)
+        self.state = self.initial(theta)
+
+    def initial(self, theta: torch.Tensor) -> Any:
+        """The State before the first generation; members that learn begin at different places."""
+        strategy: Any = self.strategy
+        if not self.rears or self.module is None:
+            return strategy.init(theta)
+        members = [theta]
+        if strategy.diversity == "noise":
+            noise = self.noise.members(np.arange(1, strategy.population), WORD - 1, self.device)  # of no generation
+            members += list(noise.perturb(theta, strategy.spread))
+        else:
+            for k in range(1, strategy.population):
+                seed = int(Field(self.seed).below(1 << 32, 1, k, Stream.INITIAL)[0])
+                members.append(self.genome.read(reset(copy.deepcopy(self.module), seed), self.device))
+        return strategy.begun(theta, torch.stack(members))
+
+    @property
+    def rears(self) -> bool:
+        """Whether members learn between evaluations."""
+        return getattr(self.strategy, "rears", False)
 
     def try_out(self, batch: Batch | None) -> None:
         """Runs the user's own module once, so that what does not fit is said before anything else is done."""
@@ -117,6 +141,8 @@ class Core:
 
     def _settle(self, batch: Batch | None) -> Plan:
         assert self.module is not None
+        if self.rears:
+            return PLAIN
         if self.strategy.population == 1:
             return self._sliced(PLAIN, batch)
         candidates = Candidates(self.noise, 0, self.state.theta, LADDER[2])
@@ -270,10 +296,8 @@ class Core:
             )
         try:
             wire = self.differentiating.wire
-            if self.backward is None:
-                self.prepare(batch)
-                self.backward = self._make(replace(PLAIN, slices=self.settled.slices))
-            scores, gradient = self.fleet.gradient(self.backward, self.state.theta, batch, wire)
+            self.prepare(batch)
+            scores, gradient = self.fleet.gradient(self.plain(), self.state.theta, batch, wire)
         except RuntimeError as error:
             if "does not require grad" in str(error):
                 message = "The loss has no gradient, which the strategy 'gradient' needs: use openai-es for it."
@@ -281,12 +305,35 @@ class Core:
             raise
         return Told(generation, scores, values, gradient)
 
+    def rear(self, generation: int, lessons: Callable[[int], Iterator[Batch]], exam: Exam) -> Told:
+        """Members learn, each its own lessons, and are examined; the State is that of those who have learned."""
+        strategy, state, plain, maximize = cast(Any, self.strategy), self.state, self.plain(), self.objective.maximize
+        values, optimiser = strategy.values(state, generation), optimiser_of(strategy)
+        mine = self.fleet.own(strategy.population)
+
+        def one(row: int) -> tuple[torch.Tensor, Moments, float]:
+            theta, moments = state.members[row].clone(), strategy.moments(state, row)
+            for batch in lessons(mine[row]):
+                _, gradient = plain.gradient(theta, batch)
+                theta, moments = optimiser.step(theta, -gradient if maximize else gradient, moments, values["lr"])
+            return theta, moments, exam(plain, theta)
+
+        found, scores = self.fleet.rear(one, strategy.population, self.device)
+        self.state = strategy.learned(state, [theta for theta, _, _ in found], [moments for _, moments, _ in found])
+        return Told(generation, scores, values)
+
     def passes(self, told: Told) -> int:
         """Forward passes of a generation; backprop counts as three."""
         if not self.strategy.needs_gradient:
             return self.strategy.population
         strategy, generation = self.differentiating, told.generation
         return 3 * strategy.differentiates(generation) + strategy.samples(generation) * int(told.scores.size)
+
+    def plain(self) -> Evaluator:
+        """Of gradients, which are those of the module itself."""
+        if self.backward is None:
+            self.backward = self._make(replace(PLAIN, slices=self.settled.slices))
+        return self.backward
 
     def tell(self, told: Told) -> None:
         """Folds a generation into a whole State."""
@@ -327,6 +374,8 @@ class Core:
         candidates = self.strategy.ask(before, self.noise, told.generation, told.values)
         if isinstance(candidates.sigma, torch.Tensor):
             found["sigma"] = float(candidates.sigma.double().mean())
+        if self.rears and len(self.state.members) > 1:
+            found["diversity"] = float(torch.pdist(before.members.double()).mean())
         if candidates.shared and not self.strategy.needs_gradient and self.strategy.population >= 4:
             half = self.strategy.population // 4 * 2
             if all(np.isfinite(part).any() for part in (told.scores[:half], told.scores[half : 2 * half])):
@@ -360,6 +409,14 @@ class Core:
             directions.append(noise.weighted_sum(weights, (0, self.genome.size), often=False).double())
         a, b = directions
         return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))
+
+
+def reset(module: nn.Module, seed: int) -> nn.Module:
+    """A module with other initial weights, as its layers make them."""
+    with seeded_generators(seed):
+        for part in module.modules():
+            getattr(part, "reset_parameters", lambda: None)()
+    return module
 
 
 @dataclass(frozen=True)

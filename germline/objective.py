@@ -244,6 +244,7 @@ class Batches:
     batch_size: int
     seed: int
     shuffle: bool = True
+    member: int = 0  # whose order it is, where members learn apart
     orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, compare=False)  # of the latest epoch
 
     def indices(self, generation: int) -> NDArray[np.int64]:
@@ -254,7 +255,7 @@ class Batches:
         if not self.shuffle:
             return np.arange(place * self.batch_size, (place + 1) * self.batch_size)
         if epoch not in self.orders:
-            order = Field(self.seed).permutation(self.data.length, epoch, Stream.BATCH)
+            order = Field(self.seed).permutation(self.data.length, epoch, Stream.BATCH, member=self.member)
             self.orders.clear()
             self.orders[epoch] = order
         return self.orders[epoch][place * self.batch_size : (place + 1) * self.batch_size]

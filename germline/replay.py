@@ -51,6 +51,11 @@ def replay(training: Run, until: int | None = None, *, from_start: bool = False)
 def fold(training: Run, record: Record) -> None:
     """The State after one more record; a gradient, which records do not hold, is computed again."""
     core, told = training.core, record.told
+    if core.rears:
+        core.prepare(training.batch(told.generation))
+        core.rear(told.generation, training.lessons(told.generation), training.exam)
+        core.tell(told)
+        return
     if core.strategy.needs_gradient and core.differentiating.differentiates(told.generation):
         again = core.differentiate(told.generation, training.batch(told.generation), told.values)
         told = replace(told, gradient=again.gradient)

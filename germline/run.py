@@ -4,8 +4,9 @@ import copy
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from germline.fleet.local import one_thread_each
 from germline.genome import Genome, theta_sha256
 from germline.journal import Journal, Record, write_whole
 from germline.objective import Batch, Batches, Data
-from germline.population import Plan, refresh_statistics
+from germline.population import Evaluator, Plan, refresh_statistics
 from germline.recipe import Recipe
 from germline.shaping import goodness
 
 ENOUGH = 10  # diagnoses before there is any advice
+FIRST_ORDER = 2  # numbers of members' own orders of the examples begin here
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
 
 Row = dict[str, Any]  # one generation, as people see it
@@ -63,7 +65,8 @@ class Run:
         core.prepare(batch)
         plan = core.plan
         judged = self.judged(generation)
-        told, before = core.evaluate(generation, batch, judged), core.state
+        told = core.rear(generation, self.lessons(generation), self.exam) if core.rears else None
+        told, before = told or core.evaluate(generation, batch, judged), core.state
         core.advance(told)
         self.generation += 1
         self.look_ahead()
@@ -74,7 +77,7 @@ class Run:
         ended = time.perf_counter()
         seconds = ended - began + self.owed
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
-        samples = core.passes(told) * (batch.size if batch else 1)
+        samples = self.lesson_samples() if core.rears else core.passes(told) * (batch.size if batch else 1)
         side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": fleet.traffic()}
         side |= {"metrics": metrics} if metrics else {}
         side |= {"diagnostics": diagnostics} if diagnostics else {}
@@ -100,11 +103,12 @@ class Run:
         assert self.journal is not None
         return self.journal
 
-    def save(self) -> None:
-        """A snapshot, to which every process gives what it has of the State."""
+    def save(self) -> Any:
+        """A snapshot of the State, to which every process gives what it has of it."""
         state = self.core.whole()
         if self.journal is not None:
             self.journal.save(state, self.generation)
+        return state
 
     def look_ahead(self) -> None:
         """Has a card begin the next generation, if there will be one, while this one is written to disk."""
@@ -133,6 +137,35 @@ class Run:
 
     def batch(self, generation: int) -> Batch | None:
         return self.batches.batch(generation, self.core.device) if self.batches is not None else None
+
+    def lessons(self, generation: int) -> Callable[[int], Iterator[Batch]]:
+        """The batches from which a member learns in a generation, in an order of its own."""
+        if self.batches is None:
+            raise BadInput(f"The strategy {self.core.strategy.name} needs data and a loss of (output, target).")
+        batches = self.batches
+
+        def of(member: int) -> Iterator[Batch]:
+            own, steps = replace(batches, member=FIRST_ORDER + member, orders={}), self.lesson_steps()
+            return (own.batch(step, self.core.device) for step in range(generation * steps, (generation + 1) * steps))
+
+        return of
+
+    def lesson_steps(self) -> int:
+        assert self.batches is not None
+        strategy: Any = self.core.strategy
+        return int(strategy.epochs) * max(1, self.batches.data.length // self.batches.batch_size)
+
+    def lesson_samples(self) -> int:
+        assert self.batches is not None
+        learned = 3 * self.lesson_steps() * self.batches.batch_size
+        return self.core.strategy.population * (learned + self.splits.get("dev", self.splits["train"]).length)
+
+    def exam(self, evaluator: Evaluator, theta: torch.Tensor) -> float:
+        """A member's score on all of dev, or on the training set where there is no dev."""
+        data = self.splits.get("dev", self.splits["train"])
+        with torch.no_grad():
+            scored = [(evaluator.score_at(theta, batch), batch.size) for batch in data.whole(self.core.device)]
+        return math.fsum(float(score) * size for score, size in scored) / data.length
 
     def judged(self, generation: int) -> Batch | None:
         """The batch on which samples around a gradient are scored, where it is not the one of the gradient."""
@@ -170,7 +203,9 @@ class Run:
         """What the run came to; with the final snapshot and the exported model on disk."""
         core = self.core
         self.seconds, self.owed = self.seconds + self.owed, 0.0
-        self.save()
+        state = self.save()
+        if core.rears:  # of a fleet not all have the best
+            core.state = replace(core.state, theta=state.theta)
         return core.fleet.attended(lambda: self.concluded(stopped_by))
 
     def concluded(self, stopped_by: str) -> dict[str, Any]:

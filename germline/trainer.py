@@ -145,7 +145,7 @@ def share_weights(core: Core) -> None:
     if core.fleet.sends_weights:
         assert core.module is not None
         core.module.load_state_dict(core.fleet.shared(dict(core.module.state_dict())))
-        core.state = core.strategy.init(core.genome.read(core.module, core.device))
+        core.state = core.initial(core.genome.read(core.module, core.device))
         core.evaluator = None
 
 

@@ -24,12 +24,15 @@ from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.recipe import seeded
 from germline.stopping import Stop
-from germline.strategies import GA, PSO, SNES, AnyStrategy, Gradient, MuLambda
+from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda
 
 STRATEGIES: dict[str, AnyStrategy] = {
     "openai-es": OpenAIES(population=16, sigma=0.1, lr=0.05),
     "auto": OpenAIES(population=16, sigma="auto", lr=0.05, rank=1, weight_decay=0.01),
     "gradient": Gradient(lr=0.01),
+    "hybrid-es": HybridES(population=6, lr=0.5, sigma=0.5, interval=3, adapt=1.2),
+    "pesgd": PESGD(population=4, lr=0.1, optimizer="adam", sigma=0.01),
+    "hybrid-es, slots": HybridES(population=6, lr=0.5, variant="fixed", base="slot", epoch=4),
     "snes": SNES(population=16, sigma=0.1),
     "mu-lambda": MuLambda(population=16, parents=4, rank=1),
     "ga": GA(population=16, parents=4, crossover="one-point", mutation=0.5),

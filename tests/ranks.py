@@ -36,6 +36,8 @@ STRATEGIES: dict[str, AnyStrategy] = {
     "pso": gl.PSO(population=24, decay=0.9),
     "gradient": gl.Gradient(lr=0.05),
     "gradient, int8": gl.Gradient(lr=0.05, slices=5, wire="int8"),
+    "pesgd": gl.PESGD(population=5, lr=0.2, sigma=0.01),
+    "pesgd, adam": gl.PESGD(population=6, lr=0.01, optimizer="adam", crossover="average", diversity="noise"),
     "hybrid-es": gl.HybridES(population=5, lr=0.5, sigma=0.5, weight_decay=0.01, wire="bfloat16"),
     "hybrid-es, assisted": gl.HybridES(population=5, lr=0.5, sigma="auto", variant="assisted", adapt=1.1),
     "hybrid-es, gated": gl.HybridES(population=6, lr=0.5, variant="gated", interval=3),

@@ -24,11 +24,13 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 NAMES = [
     "GA",
+    "PESGD",
     "PSO",
     "SNES",
     "SPMD",
     "BadInput",
     "Gradient",
+    "HybridES",
     "Local",
     "MuLambda",
     "OpenAIES",

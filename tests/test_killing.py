@@ -15,7 +15,9 @@ from typing import IO
 import pytest
 
 GENERATIONS = 40
-KILLS = {"openai-es": 50, "auto": 20, "gradient": 20, "snes": 10, "mu-lambda": 10, "ga": 10, "pso": 10}
+KILLS = {"openai-es": 50, "auto": 20, "gradient": 20} | dict.fromkeys(
+    ("hybrid-es", "pesgd", "snes", "mu-lambda", "ga", "pso"), 10
+)
 
 
 class Nursery:

@@ -16,6 +16,7 @@ from germline.noise import Field, Stream
 from germline.schedule import Schedule
 from germline.strategies import (
     GA,
+    PESGD,
     PSO,
     SNES,
     STRATEGIES,
@@ -81,6 +82,13 @@ EXAMPLES: dict[str, AnyStrategy] = {
     "hybrid-es, assisted": HybridES(variant="assisted", lr=0.02, sigma=2.0, adapt=1.2).laid_out(GENOME),
     "hybrid-es, gated": HybridES(variant="gated", lr=0.05, examples=4, weight_decay=0.01).laid_out(GENOME),
     "hybrid-es, fixed": HybridES(variant="fixed", lr=0.005, epoch=5).laid_out(GENOME),
+    "pesgd": PESGD(population=20, parents=5, crossover="uniform", keep_moments=False, sigma=0.2).laid_out(GENOME),
+    "pesgd, layers, momentum": PESGD(
+        population=20, parents=5, optimizer="momentum", sigma=0.4, mutation=0.3, noise="uniform"
+    ).laid_out(GENOME),
+    "pesgd, average, tournament": PESGD(
+        population=21, optimizer="adam", crossover="average", selection="tournament", sigma=0.3
+    ).laid_out(GENOME),
     "hybrid-es, slots": HybridES(interval=3, lr=0.02, base="slot", epoch=4, adapt=1.1).laid_out(GENOME),
 }
 every_strategy = pytest.mark.parametrize("strategy", EXAMPLES.values(), ids=list(EXAMPLES))

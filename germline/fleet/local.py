@@ -148,6 +148,25 @@ class Local:
         scores = np.concatenate([score for score, _ in found]) if found else np.empty(0, np.float32)
         return scores, torch.stack([row for _, row in found]) if found else theta.new_empty(0, theta.numel())
 
+    def own(self, population: int) -> range:
+        """The members that learn in this process."""
+        return range(population)
+
+    def rear(
+        self, work: Callable[[int], tuple[Any, Any, float]], population: int, device: torch.device
+    ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
+        """Has each of this process's own members learn; what became of them, and the scores of all."""
+        found = self.reared(work, len(self.own(population)), device)
+        return found, np.array([score for _, _, score in found], np.float32)
+
+    def reared(
+        self, work: Callable[[int], tuple[Any, Any, float]], count: int, device: torch.device
+    ) -> list[tuple[Any, Any, float]]:
+        keep_memory()
+        threads = min(self.workers or torch.get_num_threads(), count) if device.type == "cpu" else 1
+        with one_thread_each(), exact_arithmetic(device), seeded_generators(0):
+            return list(map(work, range(count)) if threads < 2 else pool(threads).map(work, range(count)))
+
     def advance(
         self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
     ) -> Any:

@@ -23,6 +23,7 @@ from germline.fleet.collective import Backend, Collective, connect
 from germline.fleet.exchange import Exchange, Mode, Update, refuse
 from germline.fleet.launch import Launch, launched
 from germline.fleet.local import Local, mean_score
+from germline.fleet.rows import Rows
 from germline.fleet.wire import sum_in_order
 from germline.noise import Field
 from germline.objective import Batch
@@ -218,6 +219,20 @@ class SPMD(Local):
         scores = self._shared_out(dealt, differentiate)
         return mean_score(scores, parts), sum_in_order(rows, counts, self.collective, wire)
 
+    def own(self, population: int) -> range:
+        return self._members_of(self.rank, population)
+
+    def rear(
+        self, work: Callable[[int], tuple[Any, Any, float]], population: int, device: torch.device
+    ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
+        found: list[tuple[Any, Any, float]] = []
+
+        def learn(share: slice) -> NDArray[np.float32]:
+            found.extend(self.reared(work, share.stop - share.start, device))
+            return np.array([score for _, _, score in found], np.float32)
+
+        return found, self._shared_out(Deal(deal(population, [1.0] * self.size), 1), learn)
+
     def _deal(self, count: int, width: int) -> "Deal":
         """Who does which of so many pieces of work of one kind, each of which gives so many scores, or one."""
         if (count, width) not in self.deals:
@@ -270,6 +285,14 @@ class SPMD(Local):
         return dataclasses.replace(strategy, shards=shards)  # type: ignore[type-var]
 
     def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:
+        if getattr(strategy, "rears", False):
+            if strategy.population < self.size:
+                message = f"{strategy.population} members cannot learn in {self.size} processes"
+                raise BadInput(f"{message}: start at most one process for each member, or give a larger --population.")
+            rows = Rows(
+                self.collective, [len(self._members_of(r, strategy.population)) for r in range(self.size)], self.kept_by
+            )
+            return rows, rows.part(strategy, state)
         size = int(state.theta.numel())
         if size < 8 * self.size and self.exchange in ("auto", "chromosome"):
             mode: Mode = "replay"  # there is nothing to share out
@@ -281,6 +304,10 @@ class SPMD(Local):
             mode = self.exchange
         update = Update(mode, size, self.collective, self.kept_by)
         return update, update.part(strategy, state)
+
+    def _members_of(self, rank: int, population: int) -> range:
+        share = Deal(deal(population, [1.0] * self.size), 1).share(rank)
+        return range(share.start, share.stop)
 
     def _faster(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Mode:
         """Replay or chromosome, by trying one update of each on scores that mean nothing."""

@@ -27,8 +27,8 @@ def pack(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     if wire == "bfloat16":
         return rows.to(torch.bfloat16).view(torch.uint8)
     count, width = rows.shape
-    if not width:
-        return rows.new_empty(count, 0, dtype=torch.uint8)
+    if not rows.numel():
+        return rows.new_empty(count, packed_bytes(width, wire, rows.dtype), dtype=torch.uint8)
     blocks = torch.nn.functional.pad(rows.float(), (0, -width % COLUMNS)).view(count, -1, COLUMNS)
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     whole = torch.round(blocks / torch.where(scale > 0, scale, torch.ones_like(scale)))

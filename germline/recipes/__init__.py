@@ -18,6 +18,7 @@ from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
 from germline.recipes.hybrid_es import hybrid_es_convnet, hybrid_es_mnist
 from germline.recipes.mnist import mnist_mlp
+from germline.recipes.pesgd import pesgd_mnist
 from germline.strategies.settings import parse
 
 Maker = Callable[..., Recipe]
@@ -29,6 +30,7 @@ RECIPES: dict[str, Maker] = {
     "cif-8m": cif_8m,
     "hybrid-es-mnist": hybrid_es_mnist,
     "hybrid-es-convnet": hybrid_es_convnet,
+    "pesgd-mnist": pesgd_mnist,
 }
 
 

@@ -19,10 +19,13 @@ from germline.strategies.gradient import Gradient
 from germline.strategies.hybrid_es import HybridES
 from germline.strategies.mu_lambda import MuLambda
 from germline.strategies.openai_es import OpenAIES
+from germline.strategies.pesgd import PESGD
 from germline.strategies.pso import PSO
 from germline.strategies.snes import SNES
 
-STRATEGIES: dict[str, type[Any]] = {cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, HybridES, Gradient)}
+STRATEGIES: dict[str, type[Any]] = {
+    cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, HybridES, PESGD, Gradient)
+}
 
 
 def strategy_class(name: str) -> type[Any]:
@@ -34,6 +37,7 @@ def strategy_class(name: str) -> type[Any]:
 
 __all__ = [
     "GA",
+    "PESGD",
     "PSO",
     "SNES",
     "STRATEGIES",

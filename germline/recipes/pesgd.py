@@ -1,0 +1,26 @@
+"""MNIST by a population that learns by gradient descent apart and by evolution together: PESGD (Shahab, Grot 2020)."""
+
+import torch.nn.functional as F
+from torch import nn
+
+from germline.data import mnist
+from germline.recipe import Recipe, seeded
+from germline.strategies import PESGD, Gradient
+
+
+def pesgd_mnist(*, seed: int = 0, hidden: int = 128, batch_size: int = 64, generations: int = 10) -> Recipe:
+    """MNIST by a net with one hidden layer; a generation is an epoch of each member."""
+    data = mnist()
+    return Recipe(
+        model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))),
+        data=data.train,
+        dev=data.dev,
+        test=data.test,
+        loss=F.cross_entropy,
+        strategy=PESGD(population=4, lr=0.1),
+        others={"gradient": Gradient(lr=0.1, optimizer="sgd")},
+        batch_size=batch_size,
+        generations=generations,
+        evaluate_every=1,
+        snapshot_every=1,
+    )

@@ -1,0 +1,161 @@
+"""Gradients in slices: summed in order, packed for the wire, and only where a loss is a mean over examples."""
+
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import germline as gl
+from germline import resources, trainer
+from germline.fleet import Local
+from germline.fleet.wire import column_spans, pack, sum_in_order, unpack
+from germline.journal import Journal
+from germline.population import SlowPath
+from germline.recipe import Recipe
+from germline.replay import verify
+from germline.strategies.base import Wire
+
+X = torch.linspace(-1, 1, 400).reshape(80, 5)
+
+
+def recipe(**changes: Any) -> Recipe:
+    settings: dict[str, Any] = {
+        "model": gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))),
+        "data": (X, X[:, :3].argmax(1)),
+        "dev": (X[:40], X[:40, :3].argmax(1)),
+        "loss": F.cross_entropy,
+        "strategy": gl.Gradient(lr=0.05),
+        "batch_size": 18,
+    }
+    return Recipe(**settings | changes)
+
+
+def test_slices_are_added_one_after_the_other() -> None:
+    rows = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3.0, 2)[:, None]
+    expected = np.zeros(700, np.float32) + rows[0].numpy()
+    for row in rows[1:].numpy():
+        expected += row  # float32, rounded after each
+    assert sum_in_order(rows, [5]).numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+def test_what_is_packed_by_columns_is_what_is_packed_whole(wire: Wire) -> None:
+    rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
+    whole = unpack(pack(rows, wire), 1000, wire, torch.float32)
+    for low, high in column_spans(1000, 3):
+        part = unpack(pack(rows[:, low:high], wire), high - low, wire, torch.float32)
+        assert torch.equal(part, whole[:, low:high])
+    worst = {"float32": 0.0, "bfloat16": 2**-8, "int8": 1 / 200}[wire]
+    assert float((whole - rows).abs().max()) <= worst * float(rows.abs().max())
+
+
+def test_int8_by_hand() -> None:
+    """127 steps to the largest of 256 columns, which is exact; zeros stay zeros."""
+    row = torch.zeros(1, 512)
+    row[0, :3] = torch.tensor([2.54, -1.0, 0.011])
+    found = unpack(pack(row, "int8"), 512, "int8", torch.float32)
+    assert found[0, :3].tolist() == pytest.approx([2.54, -1.0, 0.02], abs=1e-6)
+    assert not found[0, 3:].any()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+def plan_of(made: Recipe) -> tuple[int, list[str]]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        core, _, _, batch = trainer.set_up(made, Local("cpu"), 0)
+        core.prepare(batch)
+    return core.settled.slices, [str(w.message) for w in said if issubclass(w.category, SlowPath)]
+
+
+def test_a_loss_that_is_no_mean_over_examples_is_not_cut() -> None:
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output, target, reduction="sum")
+
+    assert plan_of(recipe()) == (4, [])
+    for changes in ({"loss": summed}, {"model": gl.seeded(0, Normed)}):
+        slices, said = plan_of(recipe(**changes))
+        assert slices == 1
+        assert "not the mean of the losses of its parts" in said[0]
+
+
+def test_gradient_descent_in_slices_is_that_of_torch(tmp_path: Path) -> None:
+    made = recipe(strategy=gl.Gradient(lr=0.1, optimizer="sgd", slices=4), generations=20)
+    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for g in range(20):
+        training.step()
+        batch = training.batch(g)
+        assert batch is not None
+        optimiser.zero_grad()
+        F.cross_entropy(model(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.allclose(training.core.state.theta, expected, atol=1e-5)
+
+
+def test_the_gradients_of_a_run_are_described(tmp_path: Path) -> None:
+    training = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    gradients = []
+    rows = []
+    for g in range(3):
+        batch = training.batch(g)
+        assert batch is not None
+        gradients.append(training.core.differentiate(g, batch, {"lr": 0.05}).gradient)
+        rows.append(training.step())
+    a, b = (gradient.double().numpy() for gradient in gradients[1:] if gradient is not None)
+    assert rows[2]["gradient_norm"] == pytest.approx(float(np.linalg.norm(b)))
+    assert rows[2]["gradient_change"] == pytest.approx(float(np.linalg.norm(b) - np.linalg.norm(a)))
+    angle = math.degrees(math.acos(a @ b / np.linalg.norm(a) / np.linalg.norm(b)))
+    assert rows[2]["gradient_angle"] == pytest.approx(angle)
+
+
+@pytest.mark.parametrize("variant", ["algorithm2", "assisted", "gated", "fixed"])
+@pytest.mark.parametrize("select_on", ["batch", "dev"])
+def test_hybrid_es_learns_and_its_journal_replays(variant: Any, select_on: Any, tmp_path: Path) -> None:
+    strategy = gl.HybridES(population=5, variant=variant, lr=0.2, sigma=0.05, epoch=4, select_on=select_on)
+    made = recipe(strategy=strategy, snapshot_every=7, evaluate_every=30)
+    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    first = training.step()
+    rows = [training.step() for _ in range(29)]
+    assert rows[-1]["centre_loss"] < first["mean"]
+    training.finish("generations")
+    training.kept.close()
+    again = trainer.rebuild(made, Journal.open(tmp_path / "run", read_only=True), Local("cpu"))
+    verify(again)
+
+
+def test_samples_are_counted(tmp_path: Path) -> None:
+    """Of 6 steps 3 have a gradient, which counts as three passes, and 3 score 4 samples."""
+    result = gl.train(
+        recipe().model, (X, X[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=10, generations=6,
+        strategy=gl.HybridES(population=4), run=tmp_path / "run",
+    )  # fmt: skip
+    assert result.summary["samples"] == 10 * (3 * 3 + 3 * 4)
+    assert result.summary["evaluations"] == 3 + 3 * 4
+
+
+def test_the_resource_model_of_the_paper() -> None:
+    found = [resources.predicted(resources.PUBLISHED, interval) for interval in (2, 3)]
+    assert [round(one.runtime, 3) for one in found] == [1.208, 1.277]
+    assert [round(one.memory, 3) for one in found] == [0.667, 0.556]
+    assert [round(one.network, 3) for one in found] == [0.5, 0.333]
+
+
+def test_memory_is_that_of_the_tensors() -> None:
+    assert resources.peak(lambda: torch.zeros(1000) + torch.zeros(1000)) == pytest.approx(12000, rel=0.1)
