@@ -1,6 +1,7 @@
 """The command line: parse, build, call. Results go to standard output, everything else to standard error."""
 
 import dataclasses
+import itertools
 import functools
 import inspect
 import json
@@ -313,15 +314,12 @@ def show_resources(name: str, made: Recipe, settings: list[str], *, as_json: boo
     print(f"tensors held at once by a gradient {held[0]:.3g} MB, by a sample {held[1]:.3g} MB")
     steps = f"{1e3 * full['seconds']:.3g} ms, {full['bytes_sent']:,.0f} bytes sent"
     print(f"all steps full, two processes: {steps}, at most {full['peak_memory'] / 1e6:,.0f} MB of memory")
-    ways = ("paper", "model", "measured")
-    table = Table(
-        "interval", *(f"{what}, {way}" for what in ("runtime", "memory", "network") for way in ways), box=None
-    )
-    for row in found["rows"]:
-        cells = [f"{row[way][what]:.3f}" for what in ("runtime", "memory", "network") for way in ways]
-        table.add_row(str(row["interval"]), *cells)
+    ways = {"paper": "the paper's model", "model": "the same, this machine", "measured": "two processes here"}
+    table = Table("interval", "by", "runtime", "memory", "network", box=None, pad_edge=False)
+    for row, (way, by) in itertools.product(found["rows"], ways.items()):
+        table.add_row(str(row["interval"]), by, *(f"{row[way][what]:.3f}" for what in ("runtime", "memory", "network")))
     Console().print(table)
-    print("as parts of what steps take that are all full; memory is a mean over time, measured it is the peak")
+    print("as parts of what steps take that are all full; memory is a mean over time, of two processes the peak")
 
 
 @command

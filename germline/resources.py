@@ -12,6 +12,7 @@ all beside steps that are all full. The paper's constants are those of one sampl
 
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -134,6 +135,7 @@ def peak(work: Callable[[], object]) -> float:
     """Bytes of tensors that some work holds at once, by torch's own account."""
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print
     with tempfile.TemporaryDirectory() as folder:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as account:
             work()

@@ -8,8 +8,8 @@ from germline.recipe import Recipe, seeded
 from germline.strategies import PESGD, Gradient
 
 
-def pesgd_mnist(*, seed: int = 0, hidden: int = 128, batch_size: int = 64, generations: int = 10) -> Recipe:
-    """MNIST by a net with one hidden layer; a generation is an epoch of each member."""
+def pesgd_mnist(*, seed: int = 0, hidden: int = 128, batch_size: int = 64, every: int = 1) -> Recipe:
+    """MNIST by a net with one hidden layer; a generation is an epoch of each member, and all are scored at its end."""
     data = mnist()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))),
@@ -20,7 +20,7 @@ def pesgd_mnist(*, seed: int = 0, hidden: int = 128, batch_size: int = 64, gener
         strategy=PESGD(population=4, lr=0.1),
         others={"gradient": Gradient(lr=0.1, optimizer="sgd")},
         batch_size=batch_size,
-        generations=generations,
-        evaluate_every=1,
-        snapshot_every=1,
+        generations=10,
+        evaluate_every=every,
+        snapshot_every=10,
     )
