@@ -1,9 +1,9 @@
 """The command line: parse, build, call. Results go to standard output, everything else to standard error."""
 
 import dataclasses
-import itertools
 import functools
 import inspect
+import itertools
 import json
 import os
 import shlex
