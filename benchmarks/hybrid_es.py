@@ -1,6 +1,6 @@
 """The accuracy tables of the Hybrid-ES paper (Bartolo), run again: variants, intervals and sigmas beside its figures.
 
-    python benchmarks/hybrid_es.py [--seeds 3] [--runs DIR] [--only NAME ...] [--table]
+    python benchmarks/hybrid_es.py [--seeds 3] [--runs DIR] [--only NAME ...] [--table] [--figures FILE] [--convnet]
 
 Each row is ``germline train hybrid-es-mnist`` with the settings given, once for each seed; a run that was interrupted
 goes on, and one that has ended is not run again, so this can be stopped and started at any time. ``--table`` prints
@@ -8,6 +8,7 @@ what there is and runs nothing. Figures are medians of the seeds, train and dev 
 """
 
 import argparse
+import csv
 import json
 import statistics
 import subprocess
@@ -55,6 +56,7 @@ ROWS = [
     Row("algorithm2-2-tenth", ("interval=2", "fraction=0.1")),
     Row("algorithm2-2-late", ("interval=2", "start=500")),
     Row("algorithm2-2-int8", ("interval=2", "wire=int8")),
+    Row("algorithm2-4-late", ("interval=4", "start=500")),
     Row("slot-2", ("interval=2", "base=slot")),
     Row("slot-4", ("interval=4", "base=slot")),
     Row("fixed-mean", ("variant=fixed",)),
@@ -99,14 +101,56 @@ def line(row: Row, outcomes: list[dict[str, Any]]) -> str:
     return "  ".join(parts)
 
 
+def convnet(runs: Path) -> None:
+    """Accuracy of the convolutional net, and of ten samples how many improve on the step without a shift."""
+    path = runs / "convnet"
+    if not path.exists():
+        new = ["train", "hybrid-es-convnet", "--runs", str(runs), "--name", path.name, "--json"]
+        subprocess.run([sys.executable, "-m", "germline", *new], check=True, stdout=subprocess.DEVNULL)
+    journal = Journal.open(path, read_only=True)
+    better = [int((r.told.scores[1:] < r.told.scores[0]).sum()) for r in journal.records()]
+    outcome = journal.outcome() or {}
+    print("dev {dev_accuracy:.4f}, test {test_accuracy:.4f}".format(**outcome["metrics"]), f"in {outcome['seconds']} s")
+    print(
+        f"better than the step without a shift, of ten: {better[:5]} in the first batches (published 5, 10, 6, 2, 4),"
+    )
+    print(f"{statistics.mean(better):.2f} on average, at least one in {sum(map(bool, better))} of {len(better)}")
+
+
+def draw(runs: Path, file: Path) -> None:
+    """Norms of successive gradients and angles between them: the paper's figures 2 and 3, 4 and 5, 9 and 10."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    axes = figure.subplots(3, 2)
+    titles = {"reference": "full gradients", "fixed-mean": "one fixed gradient", "algorithm2-2": "every second full"}
+    for (name, title), (left, right) in zip(titles.items(), axes, strict=True):
+        with (runs / f"{name}-0" / "curves.csv").open() as lines:
+            rows = [row for row in csv.DictReader(lines) if row["gradient_angle"]]
+        steps = [int(row["generation"]) for row in rows]
+        left.semilogy(steps, [float(row["gradient_norm"]) for row in rows], lw=0.6)
+        left.set(title=f"{title}: norm", xlabel="step")
+        right.plot(steps, [float(row["gradient_angle"]) for row in rows], lw=0.4)
+        right.set(title=f"{title}: degrees to the one before", xlabel="step", ylim=(0, 180))
+    figure.savefig(file, dpi=80)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/hybrid-es"))
     parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME")
     parser.add_argument("--table", action="store_true", help="what there is, without running anything")
+    parser.add_argument("--convnet", action="store_true", help="the convolutional net instead, and no more")
+    parser.add_argument("--figures", type=Path, metavar="FILE", help="draw gradients of the runs there are, no more")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
+    if arguments.convnet:
+        convnet(arguments.runs)
+        return
+    if arguments.figures is not None:
+        draw(arguments.runs, arguments.figures)
+        return
     rows = [row for row in ROWS if arguments.only is None or row.name in arguments.only]
     print(f"{'':24}  {'train':26} {'paper':>6}  {'dev':26} {'paper':>6}")
     results: dict[str, Any] = {}

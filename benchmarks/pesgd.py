@@ -24,7 +24,7 @@ from typing import Any
 
 EXAMPLES, BATCH = 55_000, 64
 TURN = 0.04  # seconds
-MOST = 12  # epochs of each process
+MOST = 24  # epochs of each process
 
 
 def settings(way: str, members: int, target: float) -> list[str]:

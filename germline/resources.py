@@ -1,13 +1,14 @@
 """What a step of Hybrid-ES costs: the paper's model with its constants, the same with those of this machine, and a run.
 
-A full step is a forward and a backward pass and an update. A shifted step of a worker is its part of the K samples,
-each a shift and a forward pass, and an update. Of r steps one is full, and only full ones send gradients:
+A full step of a worker is a forward and a backward pass of its part of the batch, and an update. A shifted step is its
+part of the K samples, each a shift and a forward pass of the batch, and an update. Of r steps one is full, and only
+full ones send gradients:
 
     runtime  (full + (r - 1) shifted) / (r full)
     memory   (1 + (r - 1) m) / r, a mean over time, where m is the memory of a forward pass in that of both
     network  1 / r
 
-all beside steps that are all full. The paper's constants are those of one sample for each worker.
+all beside steps that are all full. In the paper each worker has a batch of its own, and one sample.
 """
 
 import dataclasses
@@ -50,10 +51,11 @@ class Phases:
     memory_full: float
     memory_shifted: float
     samples: int = 1  # of a worker in a shifted step
+    sharing: int = 1  # workers that share the batch of a full step
 
     @property
     def full(self) -> float:
-        return self.forward + self.backward + self.update
+        return (self.forward + self.backward) / self.sharing + self.update
 
     @property
     def shifted(self) -> float:
@@ -119,6 +121,7 @@ def measure(recipe: Recipe, workers: int = WORKERS) -> Phases:
         memory_full=memory[1],
         memory_shifted=memory[0],
         samples=-(-strategy.population // workers),
+        sharing=1 if strategy.per_worker else workers,
     )
 
 
