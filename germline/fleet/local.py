@@ -27,7 +27,7 @@ from germline.population import WHOLE, Evaluator, exact_arithmetic
 from germline.strategies.base import AnyStrategy, Candidates, Told, Wire
 
 T = TypeVar("T")
-MALLOPT = {-8: 1, -3: 1 << 30, -1: (1 << 31) - 1}  # glibc's arenas, and the sizes from which memory is given back
+MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size given back at once, and what is kept
 
 
 @dataclass(frozen=True)
