@@ -65,8 +65,11 @@ class Run:
         core.prepare(batch)
         plan = core.plan
         judged = self.judged(generation)
-        told = core.rear(generation, self.lessons(generation), self.exam) if core.rears else None
-        told, before = told or core.evaluate(generation, batch, judged), core.state
+        if core.rears:
+            told = core.rear(generation, self.lessons(generation), self.exam)
+        else:
+            told = core.evaluate(generation, batch, judged)
+        before = core.state
         core.advance(told)
         self.generation += 1
         self.look_ahead()

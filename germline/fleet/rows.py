@@ -24,9 +24,6 @@ class Rows:
         first = sum(self.counts[:rank])
         return range(first, first + self.counts[rank])
 
-    def owner(self, member: int) -> int:
-        return next(rank for rank in range(len(self.counts)) if member in self.members(rank))
-
     def __call__(self, strategy: PESGD, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
         """The State after an evolution."""
         if not np.isfinite(told.scores).any():
