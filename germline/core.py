@@ -141,9 +141,7 @@ class Core:
 
     def _settle(self, batch: Batch | None) -> Plan:
         assert self.module is not None
-        if self.rears:
-            return PLAIN
-        if self.strategy.population == 1:
+        if self.rears or self.strategy.population == 1:
             return self._sliced(PLAIN, batch)
         candidates = Candidates(self.noise, 0, self.state.theta, LADDER[2])
         if not self.strategy.needs_gradient and getattr(self.strategy, "sigma", None) != "auto":
@@ -314,7 +312,7 @@ class Core:
         def one(row: int) -> tuple[torch.Tensor, Moments, float]:
             theta, moments = state.members[row].clone(), strategy.moments(state, row)
             for batch in lessons(mine[row]):
-                _, gradient = plain.gradient(theta, batch)
+                gradient = self.fleet.lesson(plain, theta, batch)
                 theta, moments = optimiser.step(theta, -gradient if maximize else gradient, moments, values["lr"])
             return theta, moments, exam(plain, theta)
 

@@ -38,6 +38,7 @@ STRATEGIES: dict[str, AnyStrategy] = {
     "gradient, int8": gl.Gradient(lr=0.05, slices=5, wire="int8"),
     "pesgd": gl.PESGD(population=5, lr=0.2, sigma=0.01),
     "pesgd, adam": gl.PESGD(population=6, lr=0.01, optimizer="adam", crossover="average", diversity="noise"),
+    "pesgd, teams": gl.PESGD(population=4, lr=0.2, sigma=0.01, workers_per_member=2),
     "hybrid-es": gl.HybridES(population=5, lr=0.5, sigma=0.5, weight_decay=0.01, wire="bfloat16"),
     "hybrid-es, assisted": gl.HybridES(population=5, lr=0.5, sigma="auto", variant="assisted", adapt=1.1),
     "hybrid-es, gated": gl.HybridES(population=6, lr=0.5, variant="gated", interval=3),

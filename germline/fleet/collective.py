@@ -1,6 +1,7 @@
 """The few operations that processes of a fleet do together: gather, sum, trade, broadcast. Bytes are counted here."""
 
 import atexit
+import copy
 import json
 import os
 import socket
@@ -53,6 +54,8 @@ class Operations(Protocol):
 
     def beat(self, flag: torch.Tensor, root: int) -> None: ...
 
+    def team(self, width: int) -> "Operations": ...
+
     def close(self) -> None: ...
 
 
@@ -99,6 +102,12 @@ class Collective:
         parents = int(number != 0)
         self.traffic.count(children * tensor.nbytes, parents * tensor.nbytes, children + parents)
         return tensor
+
+    def team(self, width: int) -> "Collective":
+        """This process and its neighbours, so many each; all processes must ask for it."""
+        with self.heeded():
+            operations = self.operations.team(width)
+        return Collective(self.rank % width, width, operations, self.timeout, self.traffic)
 
     def exchange(self, value: Any) -> list[Any]:
         """A value of each process, as JSON."""
@@ -174,9 +183,9 @@ class Torch:
     def __init__(self, launch: Launch, backend: str, timeout: float) -> None:
         import torch.distributed as dist
 
-        self.dist = dist
+        self.dist, self.timeout = dist, timeout
         waits = timedelta(seconds=timeout)
-        kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        kinds = self.kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         if dist.is_initialized():  # by the user's own program
             self.group: Any = dist.new_group(timeout=waits, backend=kinds)
             self.beats: Any = dist.new_group(timeout=waits, backend="gloo")  # a thread of its own uses it
@@ -223,6 +232,15 @@ class Torch:
     def beat(self, flag: torch.Tensor, root: int) -> None:
         self.dist.broadcast(flag, self.dist.get_global_rank(self.beats, root), group=self.beats)
 
+    def team(self, width: int) -> "Torch":
+        ranks = self.dist.get_process_group_ranks(self.group)
+        found, waits = copy.copy(self), timedelta(seconds=self.timeout)
+        for first in range(0, len(ranks), width):  # everybody makes all of them
+            made = self.dist.new_group(ranks[first : first + width], timeout=waits, backend=self.kinds)
+            if self.dist.get_rank(self.group) // width == first // width:
+                found.group = made
+        return found
+
     def close(self) -> None:
         if self.mine and self.dist.is_initialized():
             self.group = self.beats = None  # their threads end with the last who knows them
@@ -237,7 +255,8 @@ class MPI:
             from mpi4py import MPI
         except ImportError as error:
             raise BadInput("The backend mpi needs mpi4py: pip install 'germline[mpi]'.") from error
-        self.mpi, self.world, self.beats = MPI, MPI.COMM_WORLD, MPI.COMM_WORLD.Dup()
+        self.mpi, self.beats = MPI, MPI.COMM_WORLD.Dup()
+        self.world: Any = MPI.COMM_WORLD
         told = sys.excepthook
 
         def end_the_job(*error: Any) -> None:
@@ -270,6 +289,11 @@ class MPI:
 
     def beat(self, flag: torch.Tensor, root: int) -> None:
         self.beats.Bcast(self._bytes(flag), root)
+
+    def team(self, width: int) -> "MPI":
+        found = copy.copy(self)
+        found.world = self.world.Split(self.world.Get_rank() // width)
+        return found
 
     def close(self) -> None:
         pass  # MPI ends with the process

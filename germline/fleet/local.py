@@ -138,8 +138,7 @@ class Local:
         keep_memory()
 
         def one(part: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
-            score, gradient = evaluator.gradient(theta, part)
-            return score, gradient * rounded(part.size / size, gradient.dtype)
+            return weighed(evaluator, theta, part, size)
 
         threads = 1 if evaluator.device.type != "cpu" or evaluator.hooked else torch.get_num_threads()
         threads = min(self.workers or threads, len(parts))
@@ -152,6 +151,14 @@ class Local:
         """The members that learn in this process."""
         return range(population)
 
+    def lesson(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The gradient of one of these members."""
+        if evaluator.plan.slices == 1:
+            return evaluator.gradient(theta, batch)[1]
+        parts = batch.cut(evaluator.plan.slices)
+        rows = torch.stack([weighed(evaluator, theta, part, batch.size)[1] for part in parts])
+        return sum_in_order(rows, [len(parts)])
+
     def rear(
         self, work: Callable[[int], tuple[Any, Any, float]], population: int, device: torch.device
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
@@ -160,10 +167,10 @@ class Local:
         return found, np.array([score for _, _, score in found], np.float32)
 
     def reared(
-        self, work: Callable[[int], tuple[Any, Any, float]], count: int, device: torch.device
+        self, work: Callable[[int], tuple[Any, Any, float]], count: int, device: torch.device, most: int | None = None
     ) -> list[tuple[Any, Any, float]]:
         keep_memory()
-        threads = min(self.workers or torch.get_num_threads(), count) if device.type == "cpu" else 1
+        threads = min(most or self.workers or torch.get_num_threads(), count) if device.type == "cpu" else 1
         with one_thread_each(), exact_arithmetic(device), seeded_generators(0):
             return list(map(work, range(count)) if threads < 2 else pool(threads).map(work, range(count)))
 
@@ -225,6 +232,14 @@ class Local:
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received since this was last asked."""
         return 0, 0
+
+
+def weighed(
+    evaluator: Evaluator, theta: torch.Tensor, part: Batch, size: int
+) -> tuple[NDArray[np.float32], torch.Tensor]:
+    """Of a slice of a batch of some size the score, and the gradient by its share of the examples."""
+    score, gradient = evaluator.gradient(theta, part)
+    return score, gradient * rounded(part.size / size, gradient.dtype)
 
 
 def mean_score(scores: NDArray[np.float32], parts: list[Batch]) -> NDArray[np.float32]:

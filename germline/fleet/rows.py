@@ -17,12 +17,16 @@ class Rows:
     """Who has which members, settled for a run: so many each, in order."""
 
     collective: Collective
-    counts: list[int]
+    owned: list[range]  # the members of each process
+    width: int  # neighbours who have the same ones
     root: int  # the process that keeps the journal, which gets the best
 
     def members(self, rank: int) -> range:
-        first = sum(self.counts[:rank])
-        return range(first, first + self.counts[rank])
+        return self.owned[rank]
+
+    def sends(self, rank: int, to: int) -> bool:
+        """Whether it is the one of its team from whom another process has what it needs."""
+        return rank % self.width == to % self.width
 
     def __call__(self, strategy: PESGD, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
         """The State after an evolution."""
@@ -63,14 +67,17 @@ class Rows:
         rank, like = self.collective.rank, state.theta
         mine = self.members(rank)
         empty = like.new_empty(0, dtype=torch.uint8)
-        sent = [[(m, name) for m, name in rows if m in mine] for rows in wanted]
+        sent = [[one for one in rows if one[0] in mine and self.sends(rank, to)] for to, rows in enumerate(wanted)]
         parts = [
             torch.cat([getattr(state, name)[m - mine.start].contiguous().view(torch.uint8) for m, name in rows])
             if rows
             else empty
             for rows in sent
         ]
-        coming = [[one for one in wanted[rank] if one[0] in self.members(r)] for r in range(self.collective.size)]
+        coming = [
+            [one for one in wanted[rank] if one[0] in self.members(r) and self.sends(r, rank)]
+            for r in range(self.collective.size)
+        ]
         sizes = [len(rows) * like.nbytes for rows in coming]
         if not any(wanted):
             return {}
@@ -92,9 +99,10 @@ class Rows:
         found = {}
         for name in ("members", *strategy.kept_arrays):
             array = getattr(state, name)
-            padded = array.new_zeros(max(self.counts), array.shape[1])
+            padded = array.new_zeros(max(map(len, self.owned)), array.shape[1])
             padded[: len(array)] = array
             rows = self.collective.gather(padded)
-            found[name] = torch.cat([rows[r, :count] for r, count in enumerate(self.counts)])
+            firsts = range(0, self.collective.size, self.width)
+            found[name] = torch.cat([rows[r, : len(self.owned[r])] for r in firsts])
         theta = self.collective.broadcast(state.theta.clone().contiguous(), self.root)
         return replace(state, theta=theta, **found)

@@ -22,7 +22,7 @@ from germline.errors import BadInput
 from germline.fleet.collective import Backend, Collective, connect
 from germline.fleet.exchange import Exchange, Mode, Update, refuse
 from germline.fleet.launch import Launch, launched
-from germline.fleet.local import Local, mean_score
+from germline.fleet.local import Local, mean_score, weighed
 from germline.fleet.rows import Rows
 from germline.fleet.wire import sum_in_order
 from germline.noise import Field
@@ -74,6 +74,7 @@ class SPMD(Local):
         self.status: Any = np.zeros(1, STATUS)  # what the others are to hear with the next scores
         self.last: tuple[float, bool] | None = None  # what was last heard
         self.deals: dict[tuple[int, int], Deal] = {}  # of blocks, and of slices
+        self.team: Collective  # the processes that share the work of a member, where members learn
         self.counted = (0, 0)
         self.number = 0  # of the run in this program: there may be several, one after the other
 
@@ -220,18 +221,31 @@ class SPMD(Local):
         return mean_score(scores, parts), sum_in_order(rows, counts, self.collective, wire)
 
     def own(self, population: int) -> range:
-        return self._members_of(self.rank, population)
+        return members_of(self.rank, population, self.size, self.team.size)
+
+    def lesson(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
+        if self.team.size == 1:
+            return super().lesson(evaluator, theta, batch)
+        parts = batch.cut(evaluator.plan.slices)
+        dealt = Deal(deal(len(parts), [1.0] * self.team.size), 1)
+        rows = [weighed(evaluator, theta, part, batch.size)[1] for part in parts[dealt.share(self.team.rank)]]
+        mine = torch.stack(rows) if rows else theta.new_empty(0, theta.numel())
+        return sum_in_order(mine, list(dealt.shares), self.team)
 
     def rear(
         self, work: Callable[[int], tuple[Any, Any, float]], population: int, device: torch.device
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
         found: list[tuple[Any, Any, float]] = []
+        owned = [members_of(r, population, self.size, self.team.size) for r in range(self.size)]
 
         def learn(share: slice) -> NDArray[np.float32]:
-            found.extend(self.reared(work, share.stop - share.start, device))
+            threads = None if self.team.size == 1 else 1  # a team goes through its members in one order
+            found.extend(self.reared(work, share.stop - share.start, device, threads))
             return np.array([score for _, _, score in found], np.float32)
 
-        return found, self._shared_out(Deal(deal(population, [1.0] * self.size), 1), learn)
+        scores = self._shared_out(Deal(tuple(map(len, owned)), 1), learn)  # as often as a team has processes
+        places = np.concatenate([np.asarray(members) for members in owned])
+        return found, scores[[int(np.flatnonzero(places == member)[0]) for member in range(population)]]
 
     def _deal(self, count: int, width: int) -> "Deal":
         """Who does which of so many pieces of work of one kind, each of which gives so many scores, or one."""
@@ -286,12 +300,13 @@ class SPMD(Local):
 
     def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:
         if getattr(strategy, "rears", False):
-            if strategy.population < self.size:
-                message = f"{strategy.population} members cannot learn in {self.size} processes"
-                raise BadInput(f"{message}: start at most one process for each member, or give a larger --population.")
-            rows = Rows(
-                self.collective, [len(self._members_of(r, strategy.population)) for r in range(self.size)], self.kept_by
-            )
+            width: int = strategy.workers_per_member if self.size % strategy.workers_per_member == 0 else 1  # type: ignore[attr-defined]
+            if strategy.population < self.size // width:
+                message = f"{strategy.population} members cannot learn in {self.size} processes, {width} for each"
+                raise BadInput(f"{message}: start fewer, or give a larger --population or more workers_per_member.")
+            self.team = self.collective.team(width)
+            owned = [members_of(r, strategy.population, self.size, width) for r in range(self.size)]
+            rows = Rows(self.collective, owned, width, self.kept_by)
             return rows, rows.part(strategy, state)
         size = int(state.theta.numel())
         if size < 8 * self.size and self.exchange in ("auto", "chromosome"):
@@ -304,10 +319,6 @@ class SPMD(Local):
             mode = self.exchange
         update = Update(mode, size, self.collective, self.kept_by)
         return update, update.part(strategy, state)
-
-    def _members_of(self, rank: int, population: int) -> range:
-        share = Deal(deal(population, [1.0] * self.size), 1).share(rank)
-        return range(share.start, share.stop)
 
     def _faster(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Mode:
         """Replay or chromosome, by trying one update of each on scores that mean nothing."""
@@ -389,6 +400,16 @@ def deal(pieces: int, seconds: list[float]) -> tuple[int, ...]:
         ends = [(n + 1) * each for n, each in zip(shares, seconds, strict=True)]
         shares[ends.index(min(ends))] += 1
     return tuple(shares)
+
+
+def members_of(rank: int, population: int, processes: int, width: int) -> range:
+    """The members that learn in a process, where so many neighbours share the work of each.
+
+    >>> [members_of(rank, 3, 4, 2) for rank in range(4)]
+    [range(0, 2), range(0, 2), range(2, 3), range(2, 3)]
+    """
+    share = Deal(deal(population, [1.0] * (processes // width)), 1).share(rank // width)
+    return range(share.start, share.stop)
 
 
 def longest(shares: tuple[int, ...], seconds: list[float]) -> float:

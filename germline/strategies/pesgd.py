@@ -68,6 +68,7 @@ class PESGD:
     scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimiser")
     weight_decay: float = setting(0.0, "decoupled weight decay")
     keep_moments: bool = setting(True, "whether the optimiser's moments outlive an evolution; children have a mother's")
+    workers_per_member: int = setting(1, "processes that share each batch of a member, cut into as many slices")
     parents: int | None = setting(None, "members that are selected and stay; none is half of them")
     selection: Literal["truncation", "tournament"] = setting("truncation", "of parents: the best, or winners of two")
     crossover: Literal["layer", "uniform", "average", "none"] = setting(
@@ -87,7 +88,7 @@ class PESGD:
         check_choice("selection", self.selection, ("truncation", "tournament"))
         check_choice("crossover", self.crossover, ("layer", "uniform", "average", "none"))
         check_choice("diversity", self.diversity, ("reset", "noise"))
-        for name in ("population", "epochs"):
+        for name in ("population", "epochs", "workers_per_member"):
             check_count(name, getattr(self, name))
         for name in ("sigma", "spread"):
             check_number(name, getattr(self, name))
@@ -104,6 +105,11 @@ class PESGD:
     @property
     def parents_kept(self) -> int:
         return max(1, self.population // 2) if self.parents is None else self.parents
+
+    @property
+    def slices(self) -> int:
+        """Of a batch."""
+        return self.workers_per_member
 
     @property
     def kept_arrays(self) -> list[str]:
