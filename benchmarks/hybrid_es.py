@@ -1,6 +1,7 @@
 """The accuracy tables of the Hybrid-ES paper (Bartolo), run again: variants, intervals and sigmas beside its figures.
 
-    python benchmarks/hybrid_es.py [--seeds 3] [--runs DIR] [--only NAME ...] [--table] [--figures FILE] [--convnet]
+    python benchmarks/hybrid_es.py [--seeds 3] [--runs DIR] [--only NAME ...] [--device D] [--jobs N]
+    python benchmarks/hybrid_es.py --table | --figures FILE | --convnet
 
 Each row is ``germline train hybrid-es-mnist`` with the settings given, once for each seed; a run that was interrupted
 goes on, and one that has ended is not run again, so this can be stopped and started at any time. ``--table`` prints
@@ -13,6 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,7 @@ ROWS = [
     Row("algorithm2-2-late", ("interval=2", "start=500")),
     Row("algorithm2-2-int8", ("interval=2", "wire=int8")),
     Row("algorithm2-4-late", ("interval=4", "start=500")),
+    Row("gated-4-late", (*gated(4), "start=500")),
     Row("slot-2", ("interval=2", "base=slot")),
     Row("slot-4", ("interval=4", "base=slot")),
     Row("fixed-mean", ("variant=fixed",)),
@@ -78,14 +81,15 @@ def known(path: Path) -> dict[str, Any] | None:
     return outcome if outcome is not None and outcome["generations"] == STEPS else None
 
 
-def run(row: Row, seed: int, runs: Path) -> dict[str, Any]:
+def run(row: Row, seed: int, runs: Path, device: str) -> dict[str, Any]:
     path = path_of(row, seed, runs)
     found = known(path)
     if found is None:
         given = [word for setting in row.settings for word in ("--set", setting)]
         new = ["train", "hybrid-es-mnist", *given, "--seed", str(seed), "--runs", str(runs), "--name", path.name]
         command = ["resume", str(path)] if path.exists() else new
-        subprocess.run([sys.executable, "-m", "germline", *command, "--json"], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "germline", *command, "--device", device, "--json"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = known(path)
         assert found is not None
     return found
@@ -140,6 +144,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/hybrid-es"))
     parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--table", action="store_true", help="what there is, without running anything")
     parser.add_argument("--convnet", action="store_true", help="the convolutional net instead, and no more")
     parser.add_argument("--figures", type=Path, metavar="FILE", help="draw gradients of the runs there are, no more")
@@ -154,16 +160,19 @@ def main() -> None:
     rows = [row for row in ROWS if arguments.only is None or row.name in arguments.only]
     print(f"{'':24}  {'train':26} {'paper':>6}  {'dev':26} {'paper':>6}")
     results: dict[str, Any] = {}
-    for row in rows:
-        seeds = range(arguments.seeds)
+
+    def outcome(row: Row, seed: int) -> dict[str, Any] | None:
         if arguments.table:
-            maybe = [known(path_of(row, seed, arguments.runs)) for seed in seeds]
-            outcomes = [one for one in maybe if one is not None]
-        else:
-            outcomes = [run(row, seed, arguments.runs) for seed in seeds]
-        if outcomes:
-            results[row.name] = [one["metrics"] for one in outcomes]
-            print(line(row, outcomes), flush=True)
+            return known(path_of(row, seed, arguments.runs))
+        return run(row, seed, arguments.runs, arguments.device)
+
+    with ThreadPoolExecutor(arguments.jobs) as jobs:
+        waiting = [(row, [jobs.submit(outcome, row, seed) for seed in range(arguments.seeds)]) for row in rows]
+        for row, seeds in waiting:
+            outcomes = [found for one in seeds if (found := one.result()) is not None]
+            if outcomes:
+                results[row.name] = [one["metrics"] for one in outcomes]
+                print(line(row, outcomes), flush=True)
     if arguments.json:
         print(json.dumps(results))
 

@@ -60,7 +60,7 @@ class HybridES:
         0.1, "deviation of the shifts of a gradient that is summed over examples; auto is that of its components"
     )
     examples: int = setting(1, "examples over which the gradient is summed that sigma is meant for; 1 is for a mean")
-    adapt: float = setting(1.0, "factor of sigma after a step in which a shift was better than none; 1 leaves it")
+    adapt: float = setting(1.0, "factor of sigma where over a fifth of the shifts are better than none; 1 leaves it")
     lr: Scheduled = setting(0.1, "learning rate: a number or a schedule")
     weight_decay: float = setting(0.0, "of matrices, times the learning rate; biases have none")
     combine: Literal["best", "average"] = setting("best", "the best sample, or the mean of the better half")
@@ -185,12 +185,13 @@ class HybridES:
         if not np.isfinite(good[compared:]).any():
             return before
         order = best_first(told.scores[compared:], maximize=maximize)
-        better = bool(good[compared:][order[0]] > good[0]) if compared else True
+        share = float((good[compared:] > good[0]).mean()) if compared else 1.0
+        better, scale = share > 0, self.adapted(state.scale, share) if compared else state.scale
         if self.variant == "gated":
             step = centre if better else torch.where(self.biases(state.theta, start), centre, state.theta)
-            return replace(state, theta=step, scale=self.adapted(state.scale, better))
+            return replace(state, theta=step, scale=scale)
         if not better and self.variant == "assisted":
-            return replace(state, theta=centre, scale=self.adapted(state.scale, better))
+            return replace(state, theta=centre, scale=scale)
         spread, rate = self.spread(state, direction, values), self.rate(direction, values)
         chosen = order[: 1 if self.combine == "best" else -(-self.population // 2)]
         noise = field.members(chosen, generation, state.theta.device)
@@ -199,7 +200,7 @@ class HybridES:
             for array, by in ((centre, rate * spread), (direction, -spread))
         )
         carried = moved if self.variant == "algorithm2" and self.base == "last" else state.direction
-        return replace(state, theta=theta, direction=carried, scale=self.adapted(state.scale, better))
+        return replace(state, theta=theta, direction=carried, scale=scale)
 
     # Its parts
 
@@ -252,9 +253,9 @@ class HybridES:
             found[max(0, low - start) : max(0, high - start)] = True
         return found
 
-    def adapted(self, scale: float, better: bool) -> float:
-        """The 1/5 rule: sigma grows with success, and shrinks by a quarter as much, on a logarithmic scale, without."""
-        return scale * (self.adapt if better else self.adapt**-0.25)
+    def adapted(self, scale: float, share: float) -> float:
+        """The 1/5 rule: sigma grows if more than a fifth of the samples are better than what they are compared with."""
+        return scale * (self.adapt if share > 0.2 else 1 / self.adapt)
 
 
 def sum_of_squares(array: torch.Tensor) -> float:
