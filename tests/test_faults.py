@@ -68,22 +68,26 @@ def test_a_fleet_survives_kills_and_freezes(tmp_path: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True) as launcher,
     ):
         try:
-            at = 0
-            while sum(done.values()) < FAULTS and wait_for(run, launcher, at):
-                time.sleep(chance.uniform(0, 1.5))
-                fault, victims = chance.choice(list(done)), workers_of(launcher.pid)
+            while sum(done.values()) < FAULTS and launcher.poll() is None:
+                before, fault = finished(run), chance.choice(list(done))
+                time.sleep(chance.uniform(0, 8))  # while they start, or at work
+                if fault == signal.SIGSTOP and not wait_for(run, launcher, before):
+                    break  # until all have arrived nobody can tell a frozen one from one that still loads its libraries
+                victims = workers_of(launcher.pid)
                 if len(victims) < 3:
                     continue
-                victim, at = chance.choice(victims), finished(run)
+                victim = chance.choice(victims)
                 with suppress(ProcessLookupError):
                     os.kill(victim, fault)
                     done[fault] += 1
-                    print(f"generation {at}: {fault.name}", flush=True)
+                    print(f"generation {finished(run)}: {fault.name}", flush=True)
                 if fault == signal.SIGSTOP:
                     time.sleep(TIMEOUT + 4)
                     assert not any(runs(other) for other in victims if other != victim), "not noticed"
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGCONT)  # and wakes up when it has been given up
+                while any(map(runs, victims)):
+                    time.sleep(0.05)
             output = launcher.communicate(timeout=300)[0]
         finally:
             if launcher.poll() is None:
