@@ -140,7 +140,7 @@ def peak(work: Callable[[], object]) -> float:
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print
     with tempfile.TemporaryDirectory() as folder:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as account:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as account:
             work()
         account.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]

@@ -47,6 +47,16 @@ def test_a_resumed_run_equals_a_straight_one_on_any_number_of_threads(name: str,
 
 
 @every_device
+@pytest.mark.parametrize("other", DEVICES)
+@pytest.mark.parametrize("name", [name for name, cls in STRATEGIES.items() if not cls.needs_gradient])
+def test_a_journal_replays_on_any_device(name: str, device: str, other: str, tmp_path: Path) -> None:
+    written = train(name, tmp_path / "run", 9, on=device)
+    for snapshot in sorted((tmp_path / "run" / "snapshots").iterdir())[1:]:
+        snapshot.unlink()  # so that every record is folded
+    assert train(name, tmp_path / "run", 9, resume=True, on=other) == written
+
+
+@every_device
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if not STRATEGIES[name].needs_gradient])
 def test_a_journal_alone_gives_every_state_again(name: str, device: str, tmp_path: Path) -> None:
     expected = train(name, tmp_path / "run", 17, on=device)  # replayed on the CPU
