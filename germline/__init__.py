@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from germline.api import Result, Search, train
 from germline.errors import BadInput
-from germline.fleet import SPMD, Local
+from germline.fleet import SPMD, Elastic, Local
 from germline.objective import accuracy
 from germline.recipe import Recipe, seeded
 from germline.schedule import Schedule
@@ -23,6 +23,7 @@ __all__ = [
     "SNES",
     "SPMD",
     "BadInput",
+    "Elastic",
     "Gradient",
     "HybridES",
     "Local",

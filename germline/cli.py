@@ -21,7 +21,7 @@ from rich.table import Table
 from germline import trainer
 from germline.api import free_directory
 from germline.errors import BadInput, Lost, unknown
-from germline.fleet import SPMD, TIMEOUT, Exchange, Local, launched, run_here
+from germline.fleet import SPMD, TIMEOUT, Elastic, Exchange, Local, keys, launched, run_here
 from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.noise import whole_number
@@ -39,10 +39,12 @@ from germline.strategies import STRATEGIES, HybridES, strategy_class
 from germline.strategies.settings import parse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+keys_app = typer.Typer(no_args_is_help=True, help="Certificates of an elastic fleet.")
+app.add_typer(keys_app, name="keys")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def command(function: F) -> F:
+def worded(function: F) -> F:
     """A command whose bad input ends in a sentence and exit code 2."""
 
     @functools.wraps(function)
@@ -59,7 +61,11 @@ def command(function: F) -> F:
             print("interrupted; every finished generation is on disk", file=sys.stderr)
             raise typer.Exit(130) from None
 
-    return typing.cast(F, app.command()(called))
+    return typing.cast(F, called)
+
+
+def command(function: F) -> F:
+    return app.command()(worded(function))
 
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="a name, a Python file, or module:function")]
@@ -71,9 +77,10 @@ Seed = Annotated[int, typer.Option(help="of everything that is drawn")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")]
 DTypeName = Annotated[str, typer.Option("--dtype", help="of the members' arithmetic: auto, float32 or bfloat16")]
 Workers = Annotated[int | None, typer.Option(help="threads that share the members; of a fleet, processes here")]
-FleetName = Annotated[str, typer.Option("--fleet", help="local or spmd (by torchrun, srun, mpirun or --workers)")]
+FleetName = Annotated[str, typer.Option("--fleet", help="local, elastic or spmd (torchrun, srun, mpirun or --workers)")]
 ExchangeName = Annotated[str, typer.Option("--exchange", help="of spmd: auto, replay, chromosome, semi or central")]
 Timeout = Annotated[float, typer.Option(help="of spmd: seconds until a silent process is given up")]
+KeysDir = Annotated[Path | None, typer.Option("--keys", help="the folder of this machine's key ('germline keys')")]
 DataDir = Annotated[Path | None, typer.Option("--data", help="where data sets lie, else GERMLINE_DATA")]
 Runs = Annotated[Path, typer.Option(help="where runs are kept")]
 Name = Annotated[str | None, typer.Option(help="of the run's directory")]
@@ -119,7 +126,7 @@ def train(
     limit = made.generations if generations is None and seconds is None else generations
     stop = Stop(limit, seconds, Target.of(target))
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
-    chosen = fleet_of(fleet, device, workers, exchange, timeout)
+    chosen = fleet_of(fleet, device, workers, exchange, timeout, address(recipe))
     if baseline and fleet != "local":
         raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
     launch_here(fleet, workers)
@@ -171,7 +178,8 @@ def resume(
         os.environ["GERMLINE_DATA"] = str(data)
     here = (run / "journal.sqlite").is_file()
     usual = Journal.open(run, read_only=True).header["device"] if here else "auto"
-    chosen = fleet_of(fleet, device or usual, workers, exchange, timeout)
+    recipe = Journal.open(run, read_only=True).header["recipe"] if here else None
+    chosen = fleet_of(fleet, device or usual, workers, exchange, timeout, recipe)
     launch_here(fleet, workers)
     chosen.new_run()
     if not chosen.elect(here):
@@ -185,6 +193,86 @@ def resume(
         goal = Target(**said["target"]) if said.get("target") else None
         stop = Stop(said.get("generations"), said.get("seconds"), goal)
     finish(training, stop, as_json=json_)
+
+
+@command
+def serve(
+    recipe: RecipeName,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="where workers find it")] = "127.0.0.1:8786",
+    keys: KeysDir = None,
+    strategy: StrategyName = None,
+    population: Population = None,
+    rank: Rank = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: DTypeName = "auto",
+    data: DataDir = None,
+    runs: Runs = Path("runs"),
+    name: Name = None,
+    json_: AsJson = False,
+    generations: Generations = None,
+    seconds: Seconds = None,
+    target: TargetText = None,
+    settings: Settings = None,
+) -> None:
+    """Coordinate an elastic fleet: train a recipe with workers that come and go; started again, it goes on."""
+    if data is not None:
+        os.environ["GERMLINE_DATA"] = str(data)
+    whole_number("seed", seed, 1 << 63)
+    own, of_recipe = split_settings(settings or [], population=population, rank=rank)
+    made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
+    made = made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
+    limit = made.generations if generations is None and seconds is None else generations
+    stop = Stop(limit, seconds, Target.of(target))
+    path = runs / (name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
+    about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command_line()}
+    chosen = Elastic(listen, keys=keys, device=device)
+    chosen.new_run()
+    try:
+        if Journal.begins_with(path, {"recipe": about["recipe"], "recipe_settings": of_recipe, "seed": seed}):
+            training = trainer.resume(made, Journal.open(path), chosen)
+        else:
+            training = trainer.start(made, path, seed=seed, fleet=chosen, about=about, stop=stop)
+        finish(training, stop, as_json=json_)
+    finally:
+        chosen.close()
+
+
+@command
+def worker(
+    coordinator: Annotated[str, typer.Argument(metavar="HOST:PORT", help="where the coordinator listens")],
+    recipe: Annotated[str, typer.Option(help="that of the coordinator: a name, a Python file, or module:function")],
+    data: DataDir = None,
+    keys: KeysDir = None,
+    device: Device = "auto",
+    threads: Annotated[int | None, typer.Option("--workers", help="threads that share the members")] = None,
+    name: Annotated[str | None, typer.Option(help="by which the coordinator calls it")] = None,
+) -> None:
+    """Work for a coordinator of an elastic fleet, until its run has ended."""
+    from germline import worker
+
+    if data is not None:
+        os.environ["GERMLINE_DATA"] = str(data)
+    follower = worker.Follower(lambda settings, seed: make(recipe, settings, seed), Local(device, threads))
+    worker.run(coordinator, follower, name=name, keys=keys)
+
+
+@keys_app.command("init")
+@worded
+def keys_init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to be made")]) -> None:
+    """Make an authority for a fleet, and the coordinator's key."""
+    keys.init(folder)
+    print(f"{folder}: the authority and the coordinator's key; now 'germline keys add {folder} NAME' for each machine")
+
+
+@keys_app.command("add")
+@worded
+def keys_add(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the authority")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="of the machine")],
+) -> None:
+    """Make the key of one more machine; give it the folder that is printed, and nothing else."""
+    print(keys.add(folder, name))
 
 
 @command
@@ -401,11 +489,15 @@ def refuse_baseline(recipe: Recipe, path: Path, fleet: Local) -> None:
     core.differentiate(0, batch, {})
 
 
-def fleet_of(name: str, device: str, workers: int | None, exchange: str, timeout: float) -> Local:
+def fleet_of(
+    name: str, device: str, workers: int | None, exchange: str, timeout: float, recipe: str | None = None
+) -> Local:
     if name == "local":
         return Local(device, workers)
+    if name == "elastic":
+        return Elastic(device=device, workers=workers or 2, recipe=recipe)
     if name != "spmd":
-        raise unknown("fleet", name, ("local", "spmd"))
+        raise unknown("fleet", name, ("local", "spmd", "elastic"))
     return SPMD(typing.cast(Exchange, exchange), device=device, timeout=timeout)
 
 

@@ -39,10 +39,11 @@ from germline.population import (
     settle,
 )
 from germline.shaping import utilities
-from germline.strategies import AnyStrategy, Apart, Candidates, Differentiating, Told
+from germline.strategies import AnyStrategy, Apart, Candidates, Differentiating, Origin, Told
 from germline.strategies.settings import optimiser_of
 
 Exam = Callable[[Evaluator, torch.Tensor], float]
+Learner = Callable[[int, torch.Tensor, Moments], tuple[torch.Tensor, Moments, float]]  # of a member
 
 LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" chooses from
 CHECK_EVERY = 100  # generations between checks of sampled members
@@ -117,6 +118,19 @@ class Core:
     def rears(self) -> bool:
         """Whether members learn between evaluations."""
         return getattr(self.strategy, "rears", False)
+
+    def sample(self, batch: Batch | None) -> NDArray[np.float32]:
+        """The scores of a few members around the initial weights, by which a process proves that it finds the same."""
+        assert self.module is not None
+        centre = self.genome.read(self.module, self.device)
+        candidates = Candidates(self.noise, WORD - 2, centre, LADDER[2])
+        if self.rears or self.strategy.population == 1:  # they have no blocks of members
+            return Local.evaluate(self.fleet, self._make(PLAIN), candidates, 1, batch)
+        evaluator = self.prepare(batch)
+        values = self.strategy.values(self.state, 0)
+        if not self.strategy.needs_gradient and not self.strategy.ask(self.state, self.noise, 0, values).shared:
+            candidates = Apart(self.noise, WORD - 2, centre, LADDER[2])
+        return Local.evaluate(self.fleet, evaluator, candidates, evaluator.plan.block, batch)
 
     def try_out(self, batch: Batch | None) -> None:
         """Runs the user's own module once, so that what does not fit is said before anything else is done."""
@@ -197,7 +211,7 @@ class Core:
         values = self.strategy.values(self.state, generation)
         if not self.strategy.needs_gradient:
             candidates = self.strategy.ask(self.state, self.noise, generation, values)
-            return Told(generation, self.scores(candidates, batch, values), values)
+            return Told(generation, self.scores(candidates, batch, self.origin(generation, values)), values)
         strategy, state, told = self.differentiating, self.state, Told(generation, np.empty(0, np.float32), values)
         if strategy.differentiates(generation):
             told = self.differentiate(generation, batch, values)
@@ -205,25 +219,33 @@ class Core:
                 return told
             assert told.gradient is not None
             state = strategy.informed(state, told.gradient, generation, maximize=self.objective.maximize)
+        origin = replace(self.origin(generation, values, state), judged=judged is not None)
         judged = batch if judged is None else judged
-        scores = self.scores(self.strategy.ask(state, self.noise, generation, values), judged, values)
+        scores = self.scores(self.strategy.ask(state, self.noise, generation, values), judged, origin)
         unshifted = strategy.unshifted(state, self.noise, generation, values)
         if unshifted is not None:
             self.single = self.single or self._make(replace(self.settled, block=1))
             scores = np.concatenate([self.fleet.evaluate(self.single, unshifted, 1, judged), scores])
         return replace(told, scores=scores)
 
-    def scores(self, candidates: Candidates, batch: Batch | None, values: Mapping[str, float]) -> NDArray[np.float32]:
+    def origin(self, generation: int, values: Mapping[str, float], state: Any = None) -> Origin:
+        """What a generation is made of; from the State as it is, or from one that knows the next gradient."""
+        known = state is not None and state is not self.state
+        return Origin(
+            self.strategy, state or self.state, f"{generation}{'+' * known}", generation, values, batch=generation
+        )
+
+    def scores(self, candidates: Candidates, batch: Batch | None, origin: Origin) -> NDArray[np.float32]:
         """Of all members; by a slower way from here on where the usual one fails."""
         evaluator, generation = self.prepare(batch), int(candidates.generation)
         population, plan = self.strategy.population, evaluator.plan
         alone, slower = Plan(1, "alone", vectorised=False, dropout=plan.dropout), None
         begun, self.under_way = self.under_way, None
         try:
-            if begun is not None and begun.fits(self, generation, batch, values):
+            if begun is not None and begun.fits(self, generation, batch, origin.values):
                 scores = begun.scores.cpu().numpy()[:population]
             else:
-                scores = self.fleet.evaluate(evaluator, candidates, population, batch)
+                scores = self.fleet.evaluate(evaluator, candidates, population, batch, origin)
             looked_at = batch is not None and generation % CHECK_EVERY == 1
             if looked_at and not self._all_confirm(candidates, batch, scores):
                 if plan.dtype == "bfloat16":
@@ -237,7 +259,8 @@ class Core:
                 raise
             slower = Settled(alone, f"{type(error).__name__}: {first_sentence(error)}")
         if slower is not None:
-            scores = self.fleet.evaluate(self._make(slower.plan), candidates, population, batch)  # or it is an error
+            evaluator = self._make(slower.plan)
+            scores = self.fleet.evaluate(evaluator, candidates, population, batch, origin)  # or it is an error
             warnings.warn(slower.sentence(), SlowPath, stacklevel=2)
             self.adopt(replace(slower.plan, slices=plan.slices))
         return scores
@@ -295,7 +318,8 @@ class Core:
         try:
             wire = self.differentiating.wire
             self.prepare(batch)
-            scores, gradient = self.fleet.gradient(self.plain(), self.state.theta, batch, wire)
+            origin = self.origin(generation, values)
+            scores, gradient = self.fleet.gradient(self.plain(), self.state.theta, batch, wire, origin)
         except RuntimeError as error:
             if "does not require grad" in str(error):
                 message = "The loss has no gradient, which the strategy 'gradient' needs: use openai-es for it."
@@ -305,20 +329,29 @@ class Core:
 
     def rear(self, generation: int, lessons: Callable[[int], Iterator[Batch]], exam: Exam) -> Told:
         """Members learn, each its own lessons, and are examined; the State is that of those who have learned."""
-        strategy, state, plain, maximize = cast(Any, self.strategy), self.state, self.plain(), self.objective.maximize
-        values, optimiser = strategy.values(state, generation), optimiser_of(strategy)
-        mine = self.fleet.own(strategy.population)
+        strategy, state = cast(Any, self.strategy), self.state
+        values = strategy.values(state, generation)
+        mine, learner = self.fleet.own(strategy.population), self.learner(lessons, exam, values)
 
         def one(row: int) -> tuple[torch.Tensor, Moments, float]:
-            theta, moments = state.members[row].clone(), strategy.moments(state, row)
-            for batch in lessons(mine[row]):
+            return learner(mine[row], state.members[row].clone(), strategy.moments(state, row))
+
+        origin = self.origin(generation, values)
+        found, scores = self.fleet.rear(one, strategy.population, self.device, origin)
+        self.state = strategy.learned(state, [theta for theta, _, _ in found], [moments for _, moments, _ in found])
+        return Told(generation, scores, values)
+
+    def learner(self, lessons: Callable[[int], Iterator[Batch]], exam: Exam, values: Mapping[str, float]) -> Learner:
+        """How a member learns, and how well it does then."""
+        plain, maximize, optimiser = self.plain(), self.objective.maximize, optimiser_of(self.strategy)
+
+        def learn(member: int, theta: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, Moments, float]:
+            for batch in lessons(member):
                 gradient = self.fleet.lesson(plain, theta, batch)
                 theta, moments = optimiser.step(theta, -gradient if maximize else gradient, moments, values["lr"])
             return theta, moments, exam(plain, theta)
 
-        found, scores = self.fleet.rear(one, strategy.population, self.device)
-        self.state = strategy.learned(state, [theta for theta, _, _ in found], [moments for _, moments, _ in found])
-        return Told(generation, scores, values)
+        return learn
 
     def passes(self, told: Told) -> int:
         """Forward passes of a generation; backprop counts as three."""

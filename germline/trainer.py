@@ -15,7 +15,7 @@ from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import fixed_sha256
-from germline.header import header_of, revive
+from germline.header import header_of, revive, settings_of
 from germline.journal import Journal, Record
 from germline.objective import Batch, Batches, Data
 from germline.population import Plan
@@ -120,8 +120,16 @@ def start(
     journal = fleet.together(lambda: Journal.create(path, header, core.state) if fleet.keeper else None)
     training = Run(core, recipe, journal, Path(fleet.told(str(path))), splits, batches)
     choose_sigma(training)
+    invite(training, header)
     core.divide()
     return training
+
+
+def invite(training: Run, header: Mapping[str, Any]) -> None:
+    """Lets in workers that come when they come: they begin with what the journal says, and with what was settled."""
+    core = training.core
+    settled = {"settings": settings_of(core.strategy), "evaluation": asdict(core.settled)}
+    core.fleet.invite({**header, **settled}, lambda: core.sample(training.batch(0)))
 
 
 def facts_of(core: Core, header: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +201,8 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
         core.strategy = replace(core.strategy, sigma=sigma)  # type: ignore[type-var]
     core.state = fleet.shared(core.state)
     choose_sigma(training)
+    if training.journal is not None:
+        invite(training, training.journal.header)
     core.divide()
     return training
 
@@ -204,6 +214,11 @@ def rebuild(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
         model = copy.deepcopy(recipe.model)
         model.load_state_dict(fleet.shared(dict(model.state_dict())))
         recipe = replace(recipe, model=model)
+    return rebuilt(recipe, header, fleet, Path(path), journal)
+
+
+def rebuilt(recipe: Recipe, header: Mapping[str, Any], fleet: Local, path: Path, journal: Journal | None) -> Run:
+    """The same from the head of its journal."""
     splits = recipe.splits()
     strategy = revive(header, recipe.strategy)
     core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], Plan(**header["evaluation"]))
@@ -220,7 +235,7 @@ def rebuild(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
             raise BadInput(f"The {what} is not that of {path}: a run goes on only with what it began with.")
     batches = batches_of(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
     core.try_out(batches.batch(0, core.device) if batches is not None else None)
-    return Run(core, recipe, journal, Path(path), splits, batches)
+    return Run(core, recipe, journal, path, splits, batches)
 
 
 def batches_of(recipe: Recipe, splits: dict[str, Data], seed: int, workers: int = 1) -> Batches | None:

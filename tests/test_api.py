@@ -29,6 +29,7 @@ NAMES = [
     "SNES",
     "SPMD",
     "BadInput",
+    "Elastic",
     "Gradient",
     "HybridES",
     "Local",

@@ -8,7 +8,7 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from germline.fleet.wire import sum_in_order
 from germline.noise import Field, rounded
 from germline.objective import Batch, seeded_generators
 from germline.population import WHOLE, Evaluator, exact_arithmetic
-from germline.strategies.base import AnyStrategy, Candidates, Told, Wire
+from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire
 
 T = TypeVar("T")
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size given back at once, and what is kept
@@ -86,7 +86,12 @@ class Local:
         return device
 
     def evaluate(
-        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        origin: Origin | None = None,
     ) -> NDArray[np.float32]:
         """The scores of all members."""
         return self.score(evaluator, candidates, population, batch, WHOLE)[:population]
@@ -124,7 +129,7 @@ class Local:
         return np.concatenate(scores)
 
     def gradient(
-        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire
+        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire, origin: Origin | None = None
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
         """The score of the centre on a batch, and its gradient: the means of those of its slices."""
         parts = batch.cut(evaluator.plan.slices)
@@ -160,7 +165,11 @@ class Local:
         return sum_in_order(rows, [len(parts)])
 
     def rear(
-        self, work: Callable[[int], tuple[Any, Any, float]], population: int, device: torch.device
+        self,
+        work: Callable[[int], tuple[Any, Any, float]],
+        population: int,
+        device: torch.device,
+        origin: Origin | None = None,
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
         """Has each of this process's own members learn; what became of them, and the scores of all."""
         found = self.reared(work, len(self.own(population)), device)
@@ -189,6 +198,9 @@ class Local:
 
     def new_run(self) -> None:
         """What was known of another run is forgotten."""
+
+    def invite(self, header: Mapping[str, Any], sample: Callable[[], NDArray[np.float32]]) -> None:
+        """Lets others in who have the same recipe, and find the same scores for a sample of members."""
 
     def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:
         """Who updates what; and of a whole State what this process needs."""

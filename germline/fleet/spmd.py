@@ -28,7 +28,7 @@ from germline.fleet.wire import sum_in_order
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.base import AnyStrategy, Candidates, Told, Wire, pack, unpack
+from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire, pack, unpack
 from germline.strategies.settings import check_choice
 
 T = TypeVar("T")
@@ -194,7 +194,12 @@ class SPMD(Local):
     # Scores
 
     def evaluate(
-        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        origin: Origin | None = None,
     ) -> NDArray[np.float32]:
         """Each process scores its share of the blocks; all have all scores."""
         block = evaluator.plan.block
@@ -205,7 +210,7 @@ class SPMD(Local):
         return self._shared_out(self._deal(-(-population // block), block), score)[:population]
 
     def gradient(
-        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire
+        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire, origin: Origin | None = None
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
         """Each process has the gradients of its share of the slices; all have the sum."""
         parts = batch.cut(evaluator.plan.slices)
@@ -233,7 +238,11 @@ class SPMD(Local):
         return sum_in_order(mine, list(dealt.shares), self.team)
 
     def rear(
-        self, work: Callable[[int], tuple[Any, Any, float]], population: int, device: torch.device
+        self,
+        work: Callable[[int], tuple[Any, Any, float]],
+        population: int,
+        device: torch.device,
+        origin: Origin | None = None,
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
         found: list[tuple[Any, Any, float]] = []
         owned = [members_of(r, population, self.size, self.team.size) for r in range(self.size)]

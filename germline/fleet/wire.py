@@ -61,8 +61,7 @@ def sum_in_order(
     """
     size, dtype = rows.shape[1], rows.dtype
     if collective is None or collective.size == 1:
-        total = added(unpack(pack(rows, wire), size, wire, dtype))
-        return unpack(pack(total[None], wire), size, wire, dtype)[0]
+        return sum_packed(pack(rows, wire), size, wire, dtype)
     spans = column_spans(size, collective.size)
     low, high = spans[collective.rank]
     parts = [pack(rows[:, a:b], wire).view(-1) for a, b in spans]
@@ -77,6 +76,12 @@ def sum_in_order(
     sums = [found[i : i + 1, : packed_bytes(b - a, wire, dtype)] for i, (a, b) in enumerate(spans)]
     columns = [unpack(one, b - a, wire, dtype)[0] for one, (a, b) in zip(sums, spans, strict=True)]
     return torch.cat(columns)
+
+
+def sum_packed(packed: torch.Tensor, size: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of all rows as it would have travelled."""
+    total = added(unpack(packed, size, wire, dtype))
+    return unpack(pack(total[None], wire), size, wire, dtype)[0]
 
 
 def added(rows: torch.Tensor) -> torch.Tensor:

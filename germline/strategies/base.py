@@ -85,6 +85,19 @@ class Told:
     gradient: torch.Tensor | None = None  # for strategies that ask for one
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What candidates, gradients or lessons are made of: for a fleet whose other processes have to make them, too."""
+
+    strategy: "Strategy[Any]"
+    state: Any
+    version: str  # of the State: how many generations it has behind it, and a + if it knows the next gradient
+    address: int  # generation at which noise is drawn
+    values: Mapping[str, float]
+    batch: int  # generation whose batch it is
+    judged: bool = False  # whether that is one of the dev set
+
+
 S = TypeVar("S")
 
 

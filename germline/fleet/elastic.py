@@ -1,0 +1,498 @@
+"""Any mix of machines: a coordinator with the run, and workers that come, go, stall and die.
+
+The coordinator keeps State and journal; workers only score. A worker follows the run by its records, from which it
+makes the State by itself, or is sent what candidates are made of, whichever its measured rates make cheaper. Blocks of
+members are dealt by speed (``deck.py``) and have the same scores whoever computes them.
+"""
+
+import asyncio
+import atexit
+import hashlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline import noise
+from germline.errors import BadInput
+from germline.fleet.deck import Chunk, Deck
+from germline.fleet.hub import BEATS, Event, Gone, Head, Hub, Message, Peer, Stream, address_of, packed, tensors_of
+from germline.fleet.local import Local, mean_score
+from germline.fleet.wire import packed_bytes, sum_packed
+from germline.genome import theta_sha256
+from germline.noise import Field
+from germline.objective import Batch
+from germline.population import Evaluator
+from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire, pack, unpack
+from germline.version import __version__
+
+TIMEOUT = 15.0  # seconds after which a silent worker is given up
+PAD = 1 << 16  # bytes by which the way to a worker is measured
+CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are looked at again
+REMEMBERED = 1 << 28  # bytes of records that are kept for workers that are behind
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
+RECENT = 0.3  # weight of the latest measurement of a worker's speed
+TICK = 0.02  # seconds between looks at who is late
+FORGIVEN = 50  # generations after which a worker that was too slow to be of use is tried again
+
+
+class Untrue(Exception):
+    """An answer that cannot be right."""
+
+
+@dataclass
+class Worker:
+    """What the coordinator knows of a worker."""
+
+    peer: Peer
+    version: str | None  # of the State that it has; none before it has any
+    whole: bool  # whether that is all of a State, so that it can follow by records
+    tell: float  # seconds that a record takes it
+    rates: dict[str, float] = field(default_factory=dict)  # pieces a second, by kind of work
+    joined: float = field(default_factory=time.time)
+    pieces: int = 0  # done so far
+    checked: int = -1  # generation in which its answers were last looked at
+    latest: int = 0  # generation in which it was last of use
+
+    @property
+    def name(self) -> str:
+        return str(self.peer.about.get("name"))
+
+
+@dataclass
+class Task:
+    """One piece of work of the whole fleet: what it is, how it is checked, and what has come of it."""
+
+    kind: str
+    pieces: int
+    head: Head
+    arrays: Callable[[int, int], list[bytes]]  # that the workers of pieces first to last need besides
+    accept: Callable[[int, int, list[bytes]], Any]  # what an answer is, or an error that says what is wrong with it
+    again: Callable[[int, int], Any] | None = None  # the same, computed here
+    found: dict[int, Any] = field(default_factory=dict)  # by first piece
+
+
+class Elastic(Local):
+    """A coordinator of workers on any machines; ``address`` is where it listens, port 0 is any.
+
+    ``keys`` is a folder of certificates ('germline keys'), without which only this machine is listened to. ``workers``
+    are started here, for ``recipe``; others are started by 'germline worker'. A worker that says nothing for
+    ``timeout`` seconds is given up.
+
+    >>> fleet = Elastic()
+    >>> fleet.hub.host
+    '127.0.0.1'
+    >>> fleet.close()
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        *,
+        keys: str | Path | None = None,
+        device: str = "auto",
+        workers: int = 0,
+        recipe: str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        super().__init__(device)
+        if workers and recipe is None:
+            raise BadInput("Workers here need to know the recipe: give recipe=, or start them with 'germline worker'.")
+        host, port = address_of(address)
+        self.crew: dict[int, Worker] = {}
+        self.invitation: dict[str, Any] | None = None
+        self.records: dict[int, Told] = {}
+        self.remembered = 0
+        self.open = False
+        self.generation = 0
+        self.evaluated = 0.0  # seconds of the workers' evaluation, of all work so far
+        self.counted = (0, 0)
+        self.past = [0, 0]  # bytes of connections that have ended
+        self.waited = 0.0  # when it was last said that nobody is here
+        self.hub = Hub(host, port, Path(keys) if keys is not None else None, self._greet, timeout)
+        self.timeout = timeout
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.commands: list[list[str]] = []
+        for _ in range(workers):
+            where = f"{self.hub.host}:{self.hub.port}"
+            command = [sys.executable, "-m", "germline", "worker", where, "--recipe", str(recipe), "--device", device]
+            self.commands.append([*command, *(["--keys", str(keys)] if keys is not None else [])])
+        self._start_workers()
+        atexit.register(self.close)
+
+    # Workers on this machine
+
+    def _start_workers(self) -> None:
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, len(self.commands)))))
+        for place, command in enumerate(self.commands):
+            if place >= len(self.started):
+                self.started.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            elif self.started[place].poll() not in (None, 2):  # 2: it was turned away, and would be again
+                self.started[place] = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def close(self) -> None:
+        """Sends everybody home; workers that were started here end."""
+        atexit.unregister(self.close)
+        self.commands = []
+        self.hub.close()
+        for process in self.started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(3.0)
+            process.kill()
+            process.wait()
+        self.started = []
+
+    # Admission
+
+    def invite(self, header: Mapping[str, Any], sample: Callable[[], NDArray[np.float32]]) -> None:
+        self.hub.say(f"workers are awaited at {self.hub.host}:{self.hub.port}")
+        run = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
+        tolerance = TOLERANCE[header["evaluation"]["dtype"]]
+        self.invitation = {"run": run, "header": dict(header), "sample": sample(), "tolerance": tolerance}
+
+    async def _greet(self, stream: Stream) -> tuple[Head, float]:
+        """Lets a worker in that proves to be about the same work."""
+        about = (await asyncio.wait_for(stream.read(), self.timeout)).head
+        if about.get("op") != "join":
+            raise BadInput("it does not speak as workers do")
+        try:
+            return await self._admitted(stream, about)
+        except (BadInput, TimeoutError) as error:
+            with suppress(Gone, TimeoutError):
+                await asyncio.wait_for(stream.write({"op": "refused", "reason": str(error)}), 2.0)
+            raise
+
+    async def _admitted(self, stream: Stream, about: Head) -> tuple[Head, float]:
+        for what, here in (("germline", __version__), ("noise", noise.VERSION)):
+            if about.get(what) != here:
+                raise BadInput(f"it has version {about.get(what)} of {what}, and the coordinator {here}")
+        beats = asyncio.ensure_future(stream.beat(self.timeout / BEATS))
+        try:
+            began = time.monotonic()
+            await stream.write({"op": "ping"})
+            await self._heard(stream, "pong")
+            there_and_back, began = time.monotonic() - began, time.monotonic()
+            await stream.write({"op": "ping"}, [os.urandom(PAD)])
+            await self._heard(stream, "pong")
+            bandwidth = PAD / max(1e-6, time.monotonic() - began - there_and_back)
+            while self.invitation is None:
+                await asyncio.sleep(0.1)
+            invitation = self.invitation
+            await stream.write({"op": "welcome", "run": invitation["run"], "header": invitation["header"]})
+            ready = await self._heard(stream, "ready")
+        finally:
+            beats.cancel()
+        if "differs" in ready.head:
+            raise BadInput(str(ready.head["differs"]))
+        expected, found = invitation["sample"], np.frombuffer(b"".join(ready.arrays), np.float32)
+        if found.shape != expected.shape or not close(found, expected, invitation["tolerance"]):
+            raise BadInput("it finds other scores for the same members than the coordinator")
+        return about | ready.head | {"run": invitation["run"]}, bandwidth
+
+    async def _heard(self, stream: Stream, op: str) -> Any:
+        """The next message but signs of life."""
+        while True:
+            message = await asyncio.wait_for(stream.read(), self.timeout)
+            if message.head.get("op") == op:
+                return message
+            if message.head.get("op") != "alive":
+                raise BadInput(f"it said {str(message.head.get('op'))[:20]!r} where {op!r} was expected")
+
+    # What workers know
+
+    def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:
+        self.open = True
+        return None, state
+
+    def new_run(self) -> None:
+        self.open, self.invitation, self.records, self.remembered = False, None, {}, 0
+        for worker in self.crew.values():  # they come again, for the next run
+            self.hub.loop.call_soon_threadsafe(worker.peer.stream.abort)
+
+    def advance(
+        self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
+    ) -> Any:
+        """The State after a generation, which workers that follow by records make for themselves meanwhile."""
+        if not strategy.needs_gradient:
+            self.records[told.generation] = told
+            self.remembered += told.scores.nbytes
+            while self.remembered > REMEMBERED:
+                self.remembered -= self.records.pop(min(self.records)).scores.nbytes
+            before = str(told.generation)
+            for worker in self.crew.values():
+                if worker.whole and worker.version == before and self._follows(worker, strategy, state, told):
+                    self._tell(worker, told.generation, told.generation + 1)
+        self.generation = told.generation + 1
+        return super().advance(update, strategy, state, told, field, maximize=maximize)
+
+    def _follows(self, worker: Worker, strategy: AnyStrategy, state: Any, told: Told) -> bool:
+        """Whether records are cheaper for a worker than what candidates are made of."""
+        wide = worker.peer.bandwidth
+        return told.scores.nbytes / wide + worker.tell < size_of(asked(strategy, state)) / wide
+
+    def _tell(self, worker: Worker, first: int, last: int) -> None:
+        told = [self.records[generation] for generation in range(first, last)]
+        head = {"op": "tell", "records": [[one.generation, dict(one.values)] for one in told]}
+        self.hub.send(worker.peer, head, [one.scores.tobytes() for one in told])
+        worker.version = str(last)
+
+    def _bring_up(self, worker: Worker, origin: Origin, strategy: AnyStrategy) -> None:
+        """Has a worker know what the candidates of a generation are made of."""
+        if worker.version == origin.version:
+            return
+        wide, state = worker.peer.bandwidth, origin.state
+        small = asked(strategy, state)
+        known = worker.version if worker.whole and worker.version is not None else ""
+        if known.isdigit() and origin.version.isdigit() and not strategy.needs_gradient:
+            missing = range(int(known), int(origin.version))
+            if missing and all(generation in self.records for generation in missing):
+                width = self.records[missing[0]].scores.nbytes
+                follow = len(missing) * (width / wide + worker.tell)
+                once = worker.tell + width / wide < size_of(small) / wide
+                if follow < size_of(small if not once else pack(state)[1]) / wide:
+                    self._tell(worker, missing.start, missing.stop)
+                    return
+        latest = self.records.get(self.generation - 1)
+        whole = latest is not None and self._follows(worker, strategy, state, latest)
+        tree, layout, contents = packed(state)
+        if not whole:
+            chosen = [(about, content) for about, content in zip(layout, contents, strict=True) if about[0] in small]
+            layout, contents = [about for about, _ in chosen], [content for _, content in chosen]
+        head = {"op": "state", "version": origin.version, "tree": tree, "whole": whole, "layout": layout}
+        head |= {"sha256": hashlib.sha256(b"".join(contents)).hexdigest()}
+        self.hub.send(worker.peer, head, contents)
+        worker.version, worker.whole = origin.version, whole
+
+    # Work
+
+    def evaluate(
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        origin: Origin | None = None,
+    ) -> NDArray[np.float32]:
+        if not self.open or origin is None:
+            return super().evaluate(evaluator, candidates, population, batch)
+        block = evaluator.plan.block
+
+        def accept(first: int, last: int, arrays: list[bytes]) -> NDArray[np.float32]:
+            scores = np.frombuffer(arrays[0], np.float32)
+            if scores.size != (last - first) * block:
+                raise BadInput(f"it answered with {scores.size} scores where {(last - first) * block} were asked for")
+            return scores
+
+        def again(first: int, last: int) -> NDArray[np.float32]:
+            return self.score(evaluator, candidates, population, batch, slice(first, last))
+
+        task = Task("scores", -(-population // block), {}, lambda first, last: [], accept, again)
+        found = self._done(task, origin, evaluator, evaluator.plan.dtype)
+        return np.concatenate(found)[:population]
+
+    def gradient(
+        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire, origin: Origin | None = None
+    ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        if not self.open or origin is None:
+            return super().gradient(evaluator, theta, batch, wire)
+        parts = batch.cut(evaluator.plan.slices)
+        width, size = packed_bytes(theta.numel(), wire, theta.dtype), theta.numel()
+
+        def accept(first: int, last: int, arrays: list[bytes]) -> tuple[NDArray[np.float32], torch.Tensor]:
+            scores = np.frombuffer(arrays[0], np.float32)
+            rows = torch.frombuffer(bytearray(arrays[1]), dtype=torch.uint8).view(last - first, width)
+            if scores.size != last - first:
+                raise BadInput(f"it answered with {scores.size} scores where {last - first} were asked for")
+            return scores, rows
+
+        task = Task("gradient", len(parts), {}, lambda first, last: [], accept)
+        found = self._done(task, origin, evaluator)
+        rows = torch.cat([rows for _, rows in found]).to(theta.device)
+        return mean_score(np.concatenate([scores for scores, _ in found]), parts), sum_packed(
+            rows, size, wire, theta.dtype
+        )
+
+    def rear(
+        self,
+        work: Callable[[int], tuple[Any, Any, float]],
+        population: int,
+        device: torch.device,
+        origin: Origin | None = None,
+    ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
+        if not self.open or origin is None:
+            return super().rear(work, population, device)
+        strategy, state = typing.cast(Any, origin.strategy), origin.state
+        kept: bool = strategy.keep_moments
+
+        def arrays(first: int, last: int) -> list[bytes]:
+            found = []
+            for member in range(first, last):
+                row = [state.members[member], *([strategy.moments(state, member)] if kept else [])]
+                tree, layout, contents = packed(row)
+                found += [json.dumps({"tree": tree, "layout": layout, "kept": kept}).encode(), *contents]
+            return found
+
+        def accept(first: int, last: int, answer: list[bytes]) -> list[tuple[Any, Any, float]]:
+            found, per = [], len(answer) // (last - first)
+            for place in range(last - first):
+                about = json.loads(answer[per * place])
+                tensors = tensors_of(about["layout"], answer[per * place + 1 : per * (place + 1)], device)
+                theta, moments = tensors.pop("0"), strategy.moments(state, first + place)
+                if theta.shape != state.theta.shape or theta.dtype != state.theta.dtype:
+                    raise BadInput("it answered with weights of another shape")
+                if kept:
+                    moments = unpack(moments, about["tree"]["list"][1], tensors)
+                found.append((theta, moments, float(about["score"])))
+            return found
+
+        task = Task("rear", population, {}, arrays, accept)
+        found = [one for part in self._done(task, origin, None) for one in part]
+        return found, np.array([score for _, _, score in found], np.float32)
+
+    def _done(self, task: Task, origin: Origin, evaluator: Evaluator | None, dtype: str = "float32") -> list[Any]:
+        """Has the fleet do some work, and waits for all of it: what came of it, in order."""
+        self._hear(None, None, origin, 0.0)
+        for worker in self.crew.values():
+            if self.generation - worker.latest > FORGIVEN:  # it was too slow: perhaps it is not any more
+                worker.latest, worker.rates = self.generation, {}
+        deck = Deck(task.pieces, {n: worker.rates.get(task.kind, 0.0) for n, worker in self.crew.items()})
+        task.head |= {"op": "job", "kind": task.kind, "version": origin.version}
+        task.head |= {"plan": dict(vars(evaluator.plan)) if evaluator is not None else None}
+        task.head |= {"address": origin.address, "values": dict(origin.values), "batch": origin.batch}
+        task.head |= {"judged": origin.judged, "generation": self.generation}
+        digest: str | None = None
+        while not deck.finished:
+            for number, worker in list(self.crew.items()):
+                while (chunk := deck.take(number, time.monotonic())) is not None:
+                    self._bring_up(worker, origin, origin.strategy)
+                    check = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
+                    head = {**task.head, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
+                    self.hub.send(worker.peer, head | {"check": check}, task.arrays(chunk.first, chunk.last))
+            waits = TICK if self.crew else 1.0
+            for worker, message in self._hear(deck, task, origin, waits):
+                self._measured(worker, message.head)
+                chunk = deck.out.get(message.head.get("chunk", -1))
+                if chunk is None or message.head.get("version") != origin.version or chunk.worker != worker.peer.number:
+                    continue  # an answer that nobody waits for any more
+                if not deck.wanted(chunk) or message.head.get("op") == "stale":
+                    deck.returned(chunk.number)
+                    if message.head.get("op") == "stale":
+                        worker.version, worker.whole = None, False
+                    continue
+                digest = digest or (theta_sha256(origin.state.theta) if "theta" in message.head else None)
+                try:
+                    if message.head.get("theta", digest) != digest:
+                        self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
+                        worker.version, worker.whole = None, False
+                        deck.returned(chunk.number)
+                        continue
+                    answer = self._believed(task, chunk, message, dtype)
+                except Untrue as error:
+                    deck.returned(chunk.number)
+                    self._turn_away(worker, deck, str(error))
+                    continue
+                worker.checked = self.generation if "theta" in message.head else worker.checked
+                deck.answered(chunk.number)
+                task.found[chunk.first] = answer
+                worker.pieces += chunk.size
+                worker.latest = self.generation
+                deck.rates[worker.peer.number] = worker.rates.get(task.kind, 0.0)
+        return [task.found[first] for first in sorted(task.found)]
+
+    def _believed(self, task: Task, chunk: Chunk, message: Message, dtype: str) -> Any:
+        """An answer, if the worker can be believed; what it finds odd, and a sample now and then, is computed here."""
+        failed = message.head.get("op") != "answer"
+        if failed and task.again is not None:
+            task.again(chunk.first, chunk.last)  # if it fails here, too, it is not the worker's fault
+        if failed:
+            raise Untrue(str(message.head.get("reason"))[:200])
+        try:
+            answer = task.accept(chunk.first, chunk.last, message.arrays)
+        except (BadInput, ValueError, IndexError, KeyError, TypeError, RuntimeError) as error:
+            raise Untrue(f"its answer cannot be read ({error})") from error
+        odd = isinstance(answer, np.ndarray) and not np.isfinite(answer).all()
+        if task.again is not None and (odd or "theta" in message.head):
+            expected = task.again(chunk.first, chunk.last if odd else chunk.first + 1)
+            if not close(answer[: len(expected)], expected, TOLERANCE[dtype]):
+                raise Untrue("it finds other scores for the same members than the coordinator")
+        return answer
+
+    def _measured(self, worker: Worker, head: Head) -> None:
+        """The speed of a worker, by any answer of its, late ones too."""
+        with suppress(KeyError, TypeError):
+            kind, pieces, seconds = head["kind"], head["last"] - head["first"], head["seconds"]
+            rate, before = pieces / max(seconds, 1e-6), worker.rates.get(kind)
+            worker.rates[kind] = rate if before is None else before + RECENT * (rate - before)
+            self.evaluated += seconds
+
+    def _turn_away(self, worker: Worker, deck: Deck, reason: str) -> None:
+        self.crew.pop(worker.peer.number, None)
+        deck.gone(worker.peer.number)
+        self.hub.drop(worker.peer, reason)
+
+    def _hear(self, deck: Deck | None, task: Task | None, origin: Origin, seconds: float) -> list[tuple[Worker, Any]]:
+        """What has happened; waits so long for the first event."""
+        answers, until = [], time.monotonic() + seconds
+        while True:
+            try:
+                event: Event = self.hub.events.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            until = 0.0  # and all that are there already
+            number, about = event.peer.number, event.peer.about
+            if event.kind == "joined":
+                self.crew[number] = Worker(event.peer, about.get("version"), bool(about.get("whole")), about["tell"])
+                self.hub.say(f"worker {about.get('name')} has joined: {about.get('device')}, {about.get('machine')}")
+                if deck is not None:
+                    deck.rates[number] = 0.0
+            elif event.kind == "left" and number in self.crew:
+                worker = self.crew.pop(number)
+                self.past[0] += event.peer.stream.sent
+                self.past[1] += event.peer.stream.received
+                self.hub.say(f"worker {worker.name} has gone")
+                if deck is not None:
+                    deck.gone(number)
+            elif event.kind == "answered" and number in self.crew:
+                answers.append((self.crew[number], event.message))
+        if not self.crew and time.monotonic() - self.waited > 10.0:
+            self.waited = time.monotonic()
+            self.hub.say(f"nobody is here to work: waiting for workers at {self.hub.host}:{self.hub.port}")
+        if any(process.poll() not in (None, 2) for process in self.started):
+            self._start_workers()
+        if self.started and all(process.poll() == 2 for process in self.started) and not self.crew:
+            raise BadInput("All workers were turned away; they have said why.")
+        return answers
+
+    def traffic(self) -> tuple[int, int]:
+        streams = [worker.peer.stream for worker in self.crew.values()]
+        now = (self.past[0] + sum(s.sent for s in streams), self.past[1] + sum(s.received for s in streams))
+        before, self.counted = self.counted, now
+        return now[0] - before[0], now[1] - before[1]
+
+
+def asked(strategy: AnyStrategy, state: Any) -> dict[str, torch.Tensor]:
+    """The arrays of a State that candidates are made of."""
+    return {name: t for name, t in pack(state)[1].items() if name.split(".")[0] in (*strategy.asked, "theta")}
+
+
+def size_of(arrays: Mapping[str, torch.Tensor]) -> int:
+    return sum(array.nbytes for array in arrays.values())
+
+
+def close(found: Any, expected: NDArray[np.float32], tolerance: float) -> bool:
+    """Whether scores are the same but for what unlike machines make of them."""
+    scale = float(np.nanmax(np.abs(expected), initial=0.0)) if np.isfinite(expected).any() else 0.0
+    return bool(np.allclose(found, expected, rtol=tolerance, atol=tolerance * min(1.0, scale), equal_nan=True))

@@ -1,0 +1,272 @@
+"""The connections of an elastic fleet: streams of messages over Dask's own transport, with TLS where there are keys.
+
+Workers open them, so a worker may be behind any router. A message is a JSON object and arrays of bytes: numbers, names
+and weights, no code. All connections live in one thread; the program hears of them by a queue of events.
+"""
+
+import asyncio
+import itertools
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from germline.errors import BadInput
+from germline.fleet import keys as certificates
+from germline.strategies.base import pack
+
+BEATS = 5  # signs of life within the time after which a silent end is given up
+LARGEST = 1 << 31  # bytes of a message
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Head = dict[str, Any]
+
+
+class Message(NamedTuple):
+    head: Head
+    arrays: list[bytes]
+
+
+def packed(value: Any) -> tuple[Any, list[Any], list[bytes]]:
+    """A State or any part of one: its tree, the layout of its arrays, and their bytes."""
+    tree, tensors = pack(value)
+    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    layout = [[name, str(a.dtype).removeprefix("torch."), list(a.shape)] for name, a in arrays.items()]
+    return tree, layout, [array.reshape(-1).view(torch.uint8).numpy().tobytes() for array in arrays.values()]
+
+
+def tensors_of(layout: list[Any], contents: Sequence[bytes], device: torch.device) -> dict[str, torch.Tensor]:
+    """The arrays of such a message, by name."""
+    found = {}
+    for (name, kind, shape), content in zip(layout, contents, strict=True):
+        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        found[name] = flat.view(getattr(torch, kind)).reshape(shape).to(device)
+    return found
+
+
+class Gone(Exception):
+    """The other end of a connection is gone, or speaks another language."""
+
+
+def transport() -> Any:
+    """Dask's, which is an extra."""
+    try:
+        import dask
+        from distributed import comm
+    except ImportError as error:
+        raise BadInput("An elastic fleet needs dask: pip install 'germline[elastic]'.") from error
+    dask.config.set({"distributed.comm.timeouts.tcp": "12s", "distributed.comm.retry.count": 0})
+    return comm
+
+
+def address_of(text: str, *, port: int | None = None) -> tuple[str, int]:
+    """A host and a port.
+
+    >>> address_of("node7:8786"), address_of("[::1]:80")
+    (('node7', 8786), ('::1', 80))
+    """
+    host, colon, number = text.rpartition(":")
+    if not colon and port is not None:
+        host, number = text, str(port)
+    if not host or not number.isdigit() or int(number) > 65535:
+        raise BadInput(f"An address is HOST:PORT, such as 192.168.1.5:8786, not {text!r}.")
+    return host.strip("[]"), int(number)
+
+
+def secured(keys: Path | None, *, server: bool) -> tuple[str, dict[str, Any]]:
+    """The scheme of an address, and what makes it so."""
+    if keys is None:
+        return "tcp", {}
+    return "tls", {"ssl_context": certificates.context(keys, server=server), "require_encryption": True}
+
+
+@dataclass
+class Stream:
+    """One end of a connection."""
+
+    comm: Any
+    sent: int = 0
+    received: int = 0
+    heard: float = field(default_factory=time.monotonic)  # when last
+
+    async def write(self, head: Head, arrays: Sequence[bytes] = ()) -> None:
+        text = json.dumps(head)
+        try:
+            await self.comm.write({"head": text, "arrays": list(arrays)}, serializers=["msgpack"])
+        except (OSError, RuntimeError) as error:
+            raise Gone(str(error)) from error
+        self.sent += len(text) + sum(map(len, arrays))
+
+    async def read(self) -> Message:
+        try:
+            found = await self.comm.read()
+            text, arrays = found["head"], [bytes(one) for one in found["arrays"]]
+            head = json.loads(text)
+            if not isinstance(head, dict):
+                raise TypeError("no object")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # whatever is at the other end
+            raise Gone(f"{type(error).__name__}: {error}") from error
+        self.heard = time.monotonic()
+        self.received += len(text) + sum(map(len, arrays))
+        return Message(head, arrays)
+
+    async def beat(self, every: float) -> None:
+        """Says now and then that this end is alive."""
+        with suppress(Gone):
+            while True:
+                await asyncio.sleep(every)
+                await self.write({"op": "alive"})
+
+    @property
+    def silent(self) -> float:
+        """Seconds since anything was heard."""
+        return time.monotonic() - self.heard
+
+    def abort(self) -> None:
+        self.comm.abort()
+
+
+@dataclass(eq=False)
+class Peer:
+    """A worker that has been let in, as the coordinator sees it."""
+
+    number: int
+    stream: Stream
+    about: Head  # what it has said of itself
+    bandwidth: float  # bytes a second
+    outbox: "asyncio.Queue[Message]" = field(default_factory=asyncio.Queue)
+
+
+class Event(NamedTuple):
+    kind: str  # joined, answered, left
+    peer: Peer
+    message: Message = Message({}, [])
+
+
+class Hub:
+    """Listens for workers; each is greeted, and from then on heard and written to."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        keys: Path | None,
+        greet: Callable[[Stream], Awaitable[tuple[Head, float]]],
+        timeout: float,
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
+        if keys is None and host not in LOOPBACK:
+            message = f"Without keys anybody who reaches {host} could join, so only this machine may be listened to"
+            raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
+        self.comm = transport()
+        self.greet, self.timeout, self.say = greet, timeout, say
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.numbers, self.peers = itertools.count(1), dict[int, Peer]()
+        self.turned_away: list[str] = []
+        self.loop = asyncio.new_event_loop()
+        scheme, arguments = secured(keys, server=True)
+        shown = f"[{host}]" if ":" in host else host
+        self.listener = self.comm.listen(f"{scheme}://{shown}:{port}", self._meet, deserialize=False, **arguments)
+        self.thread = threading.Thread(target=self._run, name="germline-hub", daemon=True)
+        started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self.thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(started), self.loop)
+        error = started.get()
+        if error is not None:
+            raise BadInput(f"Nobody can be listened to at {host}:{port}: {error}.") from error
+        self.host, self.port = address_of(self.listener.contact_address.partition("://")[2])
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    async def _start(self, started: "queue.SimpleQueue[Exception | None]") -> None:
+        try:
+            await self.listener.start()
+        except Exception as error:
+            started.put(error)
+            return
+        started.put(None)
+        while True:
+            await asyncio.sleep(self.timeout / BEATS)
+            for peer in list(self.peers.values()):
+                if peer.stream.silent > self.timeout:
+                    self.say(f"worker {peer.about.get('name')} has been silent for {self.timeout:g} s: it is given up")
+                    peer.stream.abort()
+
+    async def _meet(self, comm: Any) -> None:
+        stream = Stream(comm)
+        try:
+            about, bandwidth = await asyncio.wait_for(self.greet(stream), None)
+        except (Gone, BadInput, TimeoutError) as error:
+            self.turned_away.append(f"{comm.peer_address}: {error}")
+            self.say(f"a worker at {comm.peer_address} was turned away: {error}")
+            comm.abort()
+            return
+        peer = Peer(next(self.numbers), stream, about, bandwidth)
+        self.peers[peer.number] = peer
+        self.events.put(Event("joined", peer))
+        tasks = [asyncio.ensure_future(stream.beat(self.timeout / BEATS)), asyncio.ensure_future(self._write(peer))]
+        try:
+            while True:
+                message = await stream.read()
+                if message.head.get("op") != "alive":
+                    self.events.put(Event("answered", peer, message))
+        except Gone:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            comm.abort()
+            del self.peers[peer.number]
+            self.events.put(Event("left", peer))
+
+    async def _write(self, peer: Peer) -> None:
+        try:
+            while True:
+                await peer.stream.write(*await peer.outbox.get())
+        except Gone:
+            peer.stream.abort()
+
+    def send(self, peer: Peer, head: Head, arrays: Sequence[bytes] = ()) -> None:
+        """From any thread; what is written to one peer arrives in order."""
+        self.loop.call_soon_threadsafe(peer.outbox.put_nowait, Message(head, list(arrays)))
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        """Ends a connection, and says why on both sides."""
+
+        async def end() -> None:
+            with suppress(Gone):
+                await peer.stream.write({"op": "refused", "reason": reason})
+            peer.stream.abort()
+
+        self.say(f"worker {peer.about.get('name')} is turned away: {reason}")
+        self.turned_away.append(f"{peer.about.get('name')}: {reason}")
+        asyncio.run_coroutine_threadsafe(end(), self.loop)
+
+    def close(self) -> None:
+        """Sends everybody home."""
+
+        async def end() -> None:
+            with suppress(Gone, asyncio.TimeoutError):
+                streams = [peer.stream.write({"op": "end"}) for peer in self.peers.values()]
+                await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 2.0)
+            self.listener.stop()
+            for peer in list(self.peers.values()):
+                await peer.stream.comm.close()
+
+        if self.loop.is_running():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end(), self.loop).result(5.0)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join(5.0)
