@@ -34,6 +34,7 @@ from germline.replay import replay as replay_records
 from germline.replay import verify as verify_records
 from germline.report import read, write_curves, write_report
 from germline.run import Run, export_theta
+from germline.status import Status
 from germline.stopping import Stop, Target
 from germline.strategies import STRATEGIES, HybridES, strategy_class
 from germline.strategies.settings import parse
@@ -200,6 +201,7 @@ def serve(
     recipe: RecipeName,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="where workers find it")] = "127.0.0.1:8786",
     keys: KeysDir = None,
+    status: Annotated[str, typer.Option(metavar="HOST:PORT", help="of the status page")] = "127.0.0.1:8787",
     strategy: StrategyName = None,
     population: Population = None,
     rank: Rank = None,
@@ -228,14 +230,17 @@ def serve(
     about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command_line()}
     chosen = Elastic(listen, keys=keys, device=device)
     chosen.new_run()
+    page = Status(chosen, recipe, stop)
+    print(f"status page: {page.serve(status)}", file=sys.stderr)
     try:
         if Journal.begins_with(path, {"recipe": about["recipe"], "recipe_settings": of_recipe, "seed": seed}):
             training = trainer.resume(made, Journal.open(path), chosen)
         else:
             training = trainer.start(made, path, seed=seed, fleet=chosen, about=about, stop=stop)
-        finish(training, stop, as_json=json_)
+        finish(training, stop, as_json=json_, status=page)
     finally:
-        chosen.close()
+        page.close()
+        chosen.close()  # if the run has not ended, its workers wait
 
 
 @command
@@ -425,14 +430,18 @@ def doctor(json_: AsJson = False) -> None:
     Console().print(table)
 
 
-def finish(training: Run, stop: Stop, *, as_json: bool, quiet: bool = False) -> dict[str, Any]:
+def finish(
+    training: Run, stop: Stop, *, as_json: bool, quiet: bool = False, status: Status | None = None
+) -> dict[str, Any]:
     """Runs a training to its end, with progress, and says what came of it."""
     path, first = training.path, training.core.fleet.rank == 0
     if first:
-        with Progress(stop).shown() as progress:
-            summary = trainer.run(training, stop, [progress])
+        with Progress(stop, below=status.table if status is not None else None).shown() as progress:
+            summary = trainer.run(training, stop, [progress, *([status] if status is not None else [])])
     else:
         summary = trainer.run(training, stop)
+    if isinstance(training.core.fleet, Elastic):
+        training.core.fleet.close(ended=summary["stopped_by"] != "interrupt")
     if training.journal is not None:
         write_curves(training.history, path / "curves.csv")
         write_report([(path.name, training.journal.header, training.history, summary)], path / "report.html")

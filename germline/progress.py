@@ -3,11 +3,11 @@
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -22,8 +22,8 @@ class Progress:
 
     patient = True  # it may hear of several generations at once, a moment later
 
-    def __init__(self, stop: Stop, out: TextIO = sys.stderr) -> None:
-        self.stop, self.out = stop, out
+    def __init__(self, stop: Stop, out: TextIO = sys.stderr, below: Callable[[], RenderableType] | None = None) -> None:
+        self.stop, self.out, self.below = stop, out, below  # what stands below the line, on a terminal
         self.console = Console(file=out)
         self.live: Live | None = None
         self.last = 0.0
@@ -32,7 +32,8 @@ class Progress:
     def __call__(self, training: Run, row: Row) -> None:
         line = describe(training, row, self.stop)
         if self.live is not None:
-            self.live.update(Text(line, overflow="ellipsis", no_wrap=True))
+            shown = Text(line, overflow="ellipsis", no_wrap=True)
+            self.live.update(shown if self.below is None else Group(shown, self.below()))
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
             self.last = time.monotonic()
             print(line, file=self.out, flush=True)

@@ -27,7 +27,20 @@ import torch
 from germline import noise, trainer
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.fleet.hub import BEATS, Gone, Head, Message, Stream, address_of, packed, secured, tensors_of, transport
+from germline.fleet.hub import (
+    BEATS,
+    Gone,
+    Head,
+    Message,
+    Stream,
+    address_of,
+    asked,
+    bits,
+    packed,
+    secured,
+    tensors_of,
+    transport,
+)
 from germline.fleet.wire import pack
 from germline.genome import theta_sha256
 from germline.header import processor
@@ -137,6 +150,7 @@ class Follower:
         if head["plan"] is not None:
             core.adopt(Plan(**head["plan"]))
         began = time.perf_counter()
+        about["bits"] = bits(asked(core.strategy, core.state))
         answer = {"scores": self.score, "gradient": self.differentiate, "rear": self.rear}[head["kind"]](head, arrays)
         about |= {"op": "answer", "seconds": time.perf_counter() - began}
         if head["check"]:

@@ -28,7 +28,21 @@ from numpy.typing import NDArray
 from germline import noise
 from germline.errors import BadInput
 from germline.fleet.deck import Chunk, Deck
-from germline.fleet.hub import BEATS, Event, Gone, Head, Hub, Message, Peer, Stream, address_of, packed, tensors_of
+from germline.fleet.hub import (
+    BEATS,
+    Event,
+    Gone,
+    Head,
+    Hub,
+    Message,
+    Peer,
+    Stream,
+    address_of,
+    asked,
+    bits,
+    packed,
+    tensors_of,
+)
 from germline.fleet.local import Local, mean_score
 from germline.fleet.wire import packed_bytes, sum_packed
 from germline.genome import theta_sha256
@@ -45,6 +59,7 @@ REMEMBERED = 1 << 28  # bytes of records that are kept for workers that are behi
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 TICK = 0.02  # seconds between looks at who is late
+STRIKES = 3  # times that a worker may have other weights
 FORGIVEN = 50  # generations after which a worker that was too slow to be of use is tried again
 
 
@@ -65,10 +80,19 @@ class Worker:
     pieces: int = 0  # done so far
     checked: int = -1  # generation in which its answers were last looked at
     latest: int = 0  # generation in which it was last of use
+    strikes: int = 0  # how often it had other weights than it was sent
 
     @property
     def name(self) -> str:
         return str(self.peer.about.get("name"))
+
+    def state(self, generation: int, timeout: float) -> str:
+        """In a word or two."""
+        if self.peer.stream.silent > timeout / 2:
+            return "silent"
+        if generation - self.latest > 2:
+            return "too slow to be of use" if any(self.rates.values()) else "new"
+        return "follows by records" if self.whole else "is sent weights"
 
 
 @dataclass
@@ -117,6 +141,7 @@ class Elastic(Local):
         self.remembered = 0
         self.open = False
         self.generation = 0
+        self.block = 1  # members of a piece
         self.evaluated = 0.0  # seconds of the workers' evaluation, of all work so far
         self.counted = (0, 0)
         self.past = [0, 0]  # bytes of connections that have ended
@@ -143,11 +168,11 @@ class Elastic(Local):
             elif self.started[place].poll() not in (None, 2):  # 2: it was turned away, and would be again
                 self.started[place] = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def close(self) -> None:
-        """Sends everybody home; workers that were started here end."""
+    def close(self, *, ended: bool = False) -> None:
+        """Lets go of all workers, to wait for the run to go on, or to end with it; those that were started here end."""
         atexit.unregister(self.close)
         self.commands = []
-        self.hub.close()
+        self.hub.close({"op": "end"} if ended or self.started else None)
         for process in self.started:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(3.0)
@@ -288,7 +313,7 @@ class Elastic(Local):
     ) -> NDArray[np.float32]:
         if not self.open or origin is None:
             return super().evaluate(evaluator, candidates, population, batch)
-        block = evaluator.plan.block
+        block = self.block = evaluator.plan.block
 
         def accept(first: int, last: int, arrays: list[bytes]) -> NDArray[np.float32]:
             scores = np.frombuffer(arrays[0], np.float32)
@@ -373,7 +398,7 @@ class Elastic(Local):
         task.head |= {"plan": dict(vars(evaluator.plan)) if evaluator is not None else None}
         task.head |= {"address": origin.address, "values": dict(origin.values), "batch": origin.batch}
         task.head |= {"judged": origin.judged, "generation": self.generation}
-        digest: str | None = None
+        digest, known = None, None  # of the State, if they are needed
         while not deck.finished:
             for number, worker in list(self.crew.items()):
                 while (chunk := deck.take(number, time.monotonic())) is not None:
@@ -393,8 +418,12 @@ class Elastic(Local):
                         worker.version, worker.whole = None, False
                     continue
                 digest = digest or (theta_sha256(origin.state.theta) if "theta" in message.head else None)
+                known = known or bits(asked(origin.strategy, origin.state))
                 try:
-                    if message.head.get("theta", digest) != digest:
+                    if message.head.get("theta", digest) != digest or message.head.get("bits", known) != known:
+                        worker.strikes += 1
+                        if worker.strikes > STRIKES:
+                            raise Untrue("again and again it has other weights than it was sent")
                         self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
                         worker.version, worker.whole = None, False
                         deck.returned(chunk.number)
@@ -476,16 +505,30 @@ class Elastic(Local):
             raise BadInput("All workers were turned away; they have said why.")
         return answers
 
+    def told_of_workers(self) -> list[dict[str, Any]]:
+        """What people want to know of each worker."""
+        crew = list(self.crew.values())
+        total = sum(sum(worker.rates.values()) for worker in crew) or 1.0
+        return [
+            {
+                "name": worker.name,
+                "device": worker.peer.about.get("device"),
+                "machine": worker.peer.about.get("machine"),
+                "state": worker.state(self.generation, self.timeout),
+                "members_per_second": self.block * sum(worker.rates.values()),
+                "share": sum(worker.rates.values()) / total,
+                "pieces": worker.pieces,
+                "bytes_sent": worker.peer.stream.received,
+                "bytes_received": worker.peer.stream.sent,
+            }
+            for worker in crew
+        ]
+
     def traffic(self) -> tuple[int, int]:
         streams = [worker.peer.stream for worker in self.crew.values()]
         now = (self.past[0] + sum(s.sent for s in streams), self.past[1] + sum(s.received for s in streams))
         before, self.counted = self.counted, now
         return now[0] - before[0], now[1] - before[1]
-
-
-def asked(strategy: AnyStrategy, state: Any) -> dict[str, torch.Tensor]:
-    """The arrays of a State that candidates are made of."""
-    return {name: t for name, t in pack(state)[1].items() if name.split(".")[0] in (*strategy.asked, "theta")}
 
 
 def size_of(arrays: Mapping[str, torch.Tensor]) -> int:

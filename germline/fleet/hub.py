@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from germline.errors import BadInput
 from germline.fleet import keys as certificates
-from germline.strategies.base import pack
+from germline.strategies.base import AnyStrategy, pack
 
 BEATS = 5  # signs of life within the time after which a silent end is given up
 LARGEST = 1 << 31  # bytes of a message
@@ -50,6 +50,17 @@ def tensors_of(layout: list[Any], contents: Sequence[bytes], device: torch.devic
         flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
         found[name] = flat.view(getattr(torch, kind)).reshape(shape).to(device)
     return found
+
+
+def bits(arrays: Mapping[str, torch.Tensor]) -> int:
+    """A checksum of arrays that is quick, and the same on every device: the sum of their bits as whole numbers."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return sum(int(array.contiguous().view(kinds[array.element_size()]).sum()) for array in arrays.values())
+
+
+def asked(strategy: AnyStrategy, state: Any) -> dict[str, torch.Tensor]:
+    """The arrays of a State that candidates are made of."""
+    return {name: t for name, t in pack(state)[1].items() if name.split(".")[0] in (*strategy.asked, "theta")}
 
 
 class Gone(Exception):
@@ -254,12 +265,12 @@ class Hub:
         self.turned_away.append(f"{peer.about.get('name')}: {reason}")
         asyncio.run_coroutine_threadsafe(end(), self.loop)
 
-    def close(self) -> None:
-        """Sends everybody home."""
+    def close(self, last: Head | None) -> None:
+        """Ends all connections, with a last word."""
 
         async def end() -> None:
             with suppress(Gone, asyncio.TimeoutError):
-                streams = [peer.stream.write({"op": "end"}) for peer in self.peers.values()]
+                streams = [peer.stream.write(last) for peer in self.peers.values() if last is not None]
                 await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 2.0)
             self.listener.stop()
             for peer in list(self.peers.values()):
