@@ -55,7 +55,7 @@ from germline.version import __version__
 TIMEOUT = 15.0  # seconds after which a silent worker is given up
 PAD = 1 << 16  # bytes by which the way to a worker is measured
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are looked at again
-REMEMBERED = 1 << 28  # bytes of records that are kept for workers that are behind
+REMEMBERED = 1 << 24  # bytes of records that are kept for workers that are behind
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 TICK = 0.02  # seconds between looks at who is late
@@ -80,6 +80,7 @@ class Worker:
     pieces: int = 0  # done so far
     checked: int = -1  # generation in which its answers were last looked at
     latest: int = 0  # generation in which it was last of use
+    busy: float = 0.0  # seconds of work
     strikes: int = 0  # how often it had other weights than it was sent
 
     @property
@@ -142,7 +143,6 @@ class Elastic(Local):
         self.open = False
         self.generation = 0
         self.block = 1  # members of a piece
-        self.evaluated = 0.0  # seconds of the workers' evaluation, of all work so far
         self.counted = (0, 0)
         self.past = [0, 0]  # bytes of connections that have ended
         self.waited = 0.0  # when it was last said that nobody is here
@@ -216,6 +216,7 @@ class Elastic(Local):
             while self.invitation is None:
                 await asyncio.sleep(0.1)
             invitation = self.invitation
+            self._refuse_unlike(about)
             await stream.write({"op": "welcome", "run": invitation["run"], "header": invitation["header"]})
             ready = await self._heard(stream, "ready")
         finally:
@@ -226,6 +227,20 @@ class Elastic(Local):
         if found.shape != expected.shape or not close(found, expected, invitation["tolerance"]):
             raise BadInput("it finds other scores for the same members than the coordinator")
         return about | ready.head | {"run": invitation["run"]}, bandwidth
+
+    def _refuse_unlike(self, about: Head) -> None:
+        """An optimiser of torch's has other last bits on another kind of device."""
+        assert self.invitation is not None
+        header = self.invitation["header"]
+        chosen, kinds = (
+            header["settings"].get("optimizer"),
+            {header["device"].split(":")[0], about["device"].split(":")[0]},
+        )
+        if len(kinds) > 1 and (isinstance(chosen, dict) or str(chosen).startswith("torch.")):
+            message = (
+                f"its device is {about['device']}, the coordinator's {header['device']}, and torch's optimisers differ"
+            )
+            raise BadInput(f"{message} between them: use adam, sgd or momentum")
 
     async def _heard(self, stream: Stream, op: str) -> Any:
         """The next message but signs of life."""
@@ -463,9 +478,9 @@ class Elastic(Local):
         """The speed of a worker, by any answer of its, late ones too."""
         with suppress(KeyError, TypeError):
             kind, pieces, seconds = head["kind"], head["last"] - head["first"], head["seconds"]
+            worker.busy += seconds
             rate, before = pieces / max(seconds, 1e-6), worker.rates.get(kind)
             worker.rates[kind] = rate if before is None else before + RECENT * (rate - before)
-            self.evaluated += seconds
 
     def _turn_away(self, worker: Worker, deck: Deck, reason: str) -> None:
         self.crew.pop(worker.peer.number, None)
@@ -517,6 +532,7 @@ class Elastic(Local):
                 "state": worker.state(self.generation, self.timeout),
                 "members_per_second": self.block * sum(worker.rates.values()),
                 "share": sum(worker.rates.values()) / total,
+                "busy": worker.busy / max(1e-9, time.time() - worker.joined),
                 "pieces": worker.pieces,
                 "bytes_sent": worker.peer.stream.received,
                 "bytes_received": worker.peer.stream.sent,

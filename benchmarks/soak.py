@@ -1,0 +1,184 @@
+"""An elastic fleet under fire: workers are killed, frozen, slowed and cut off at random, for half an hour.
+
+    python benchmarks/soak.py [--minutes 30] [--every 20] [--workers 4] [--seed 0]
+
+Trains ``digits`` with a fleet of local workers; every so many seconds something happens to one of them, or to the
+coordinator itself, which is started again. At the end: whether the result is that of an undisturbed run in one process,
+whether every generation is in the journal, how the coordinator's memory went, and how long recoveries took. A recovery
+lasts from a fault to the next generation that is finished after it.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from germline.fleet.launch import free_port
+
+GERMLINE = [sys.executable, "-m", "germline"]
+RUN = ["digits", "--population", "1024", "--device", "cpu", "--json"]
+FAULTS = ("kill", "freeze", "slow", "coordinator")
+EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds
+Process = subprocess.Popen  # of bytes
+
+
+def generations(run: Path) -> int:
+    try:
+        with closing(sqlite3.connect(f"file:{run}/journal.sqlite?mode=ro", uri=True)) as connection:
+            return int((connection.execute("SELECT generation FROM tip").fetchone() or [-1])[0]) + 1
+    except sqlite3.Error:
+        return 0
+
+
+def memory(process: int) -> int:
+    """Bytes that a process holds."""
+    with suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+    return 0
+
+
+@dataclass
+class Soak:
+    folder: Path
+    count: int
+    length: int  # generations
+    port: int = field(default_factory=free_port)
+    status: int = field(default_factory=free_port)
+    workers: list["Process[bytes]"] = field(default_factory=list)
+    recoveries: dict[str, list[float]] = field(default_factory=lambda: {fault: [] for fault in FAULTS})
+    sizes: list[list[int]] = field(default_factory=list)  # of each coordinator's memory, over time
+    asleep: list[tuple[float, "Process[bytes]"]] = field(default_factory=list)  # and when they are to wake up
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / "soak"
+
+    def serve(self) -> None:
+        where = ["--listen", f"127.0.0.1:{self.port}", "--status", f"127.0.0.1:{self.status}"]
+        what = [*RUN, "--generations", str(self.length), "--name", "soak"]
+        with (self.folder / "said.txt").open("a") as said, (self.folder / "result.txt").open("w") as result:
+            command = [*GERMLINE, "serve", *what, *where, "--runs", str(self.run.parent)]
+            self.coordinator = subprocess.Popen(command, stdout=result, stderr=said)
+        self.sizes.append([])
+
+    def join(self) -> "Process[bytes]":
+        command = [*GERMLINE, "worker", f"127.0.0.1:{self.port}", "--recipe", "digits", "--device", "cpu"]
+        with (self.folder / "workers.txt").open("a") as said:
+            return subprocess.Popen([*command, "--workers", "1"], stderr=said)
+
+    def strike(self, fault: str, chance: random.Random) -> None:
+        place = chance.randrange(self.count)
+        victim = self.workers[place]
+        if fault == "kill":
+            victim.kill()
+            victim.wait()
+            self.workers[place] = self.join()
+        elif fault == "freeze":
+            victim.send_signal(signal.SIGSTOP)
+            self.asleep.append((time.monotonic() + chance.uniform(1, 30), victim))
+        elif fault == "slow":
+            for _ in range(40):
+                for number, seconds in ((signal.SIGSTOP, 0.09), (signal.SIGCONT, 0.01)):
+                    victim.send_signal(number)
+                    time.sleep(seconds)
+        else:
+            self.coordinator.kill()
+            self.coordinator.wait()
+            self.serve()
+
+    def wait(self, until: float) -> None:
+        """Until some time, or the end; looks at memory, and wakes up who is to be."""
+        while time.monotonic() < until and self.coordinator.poll() is None:
+            self.sizes[-1].append(memory(self.coordinator.pid))
+            for when, process in list(self.asleep):
+                if time.monotonic() > when:
+                    self.asleep.remove((when, process))
+                    with suppress(ProcessLookupError):
+                        process.send_signal(signal.SIGCONT)
+            time.sleep(0.05)
+
+    def recovered(self, began: float, before: int) -> float:
+        while generations(self.run) <= before and self.coordinator.poll() is None:
+            self.wait(time.monotonic() + 0.02)
+        return time.monotonic() - began
+
+
+def alone(folder: Path, length: int) -> dict[str, Any]:
+    command = [*GERMLINE, "train", *RUN, "--generations", str(length)]
+    done = subprocess.run(
+        [*command, "--runs", str(folder / "alone")], capture_output=True, text=True, check=True, env=os.environ
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> None:
+    count = sum(map(len, soak.recoveries.values()))
+    print(f"{count} faults: " + ", ".join(f"{name} {len(times)}" for name, times in soak.recoveries.items()))
+    same = summary["theta_sha256"] == expected["theta_sha256"]
+    print(f"weights: {summary['theta_sha256'][:12]}, {'the same as' if same else 'NOT those'} of one process")
+    with closing(sqlite3.connect(soak.run / "journal.sqlite")) as connection:
+        kept = [row[0] for row in connection.execute("SELECT generation FROM record ORDER BY generation")]
+    whole = [g for g in kept if g >= 0] == list(range(soak.length))
+    print(f"generations in the journal: {len(kept)} of {soak.length}, {'none' if whole else 'SOME'} lost")
+    for sizes in soak.sizes:
+        settled = sizes[len(sizes) // 5 :]  # once it has started
+        if len(settled) >= 1000:
+            first, last = (statistics.median(part) for part in (settled[:200], settled[-200:]))
+            print(f"memory of a coordinator: {first / 1e6:.0f} MB, then {last / 1e6:.0f} MB ({last / first - 1:+.1%})")
+    print("recoveries, seconds:")
+    for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
+        found = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
+        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in found.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--generations", type=int, help="of the run; about as many as fit if not given")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        length = arguments.generations or int(300 * arguments.minutes)
+        soak = Soak(Path(folder), arguments.workers, length)
+        soak.serve()
+        soak.workers = [soak.join() for _ in range(arguments.workers)]
+        ends = time.monotonic() + 60 * arguments.minutes
+        try:
+            while soak.coordinator.poll() is None:
+                soak.wait(time.monotonic() + arguments.every)
+                if time.monotonic() > ends or soak.coordinator.poll() is not None:
+                    break
+                fault = chance.choices(FAULTS, (4, 4, 4, 1))[0]
+                began, before = time.monotonic(), generations(soak.run)
+                soak.strike(fault, chance)
+                soak.recoveries[fault].append(soak.recovered(began, before))
+                print(f"generation {before}: {fault}, {soak.recoveries[fault][-1]:.2f} s", flush=True)
+            soak.wait(time.monotonic() + 1800)
+            said = (Path(folder) / "result.txt").read_text()
+            if soak.coordinator.returncode != 0:
+                sys.exit((Path(folder) / "said.txt").read_text()[-2000:])
+            report(soak, json.loads(said.splitlines()[-1]), alone(Path(folder), length))
+        finally:
+            for process in (soak.coordinator, *soak.workers):
+                process.kill()
+                process.wait()
+
+
+if __name__ == "__main__":
+    main()
