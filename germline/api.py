@@ -17,7 +17,7 @@ from germline import noise, trainer
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.header import revive, settings_of
+from germline.header import header_of, revive, settings_of
 from germline.journal import Journal, content_sha256
 from germline.objective import Batch, Metric, bytes_of, objective_of, tensors_in
 from germline.population import DType, Plan, refresh_statistics
@@ -206,6 +206,7 @@ class Search:
         first, self._joined = not self._joined, True
         if first:
             self._join()
+        core.given = self._batch
         core.fleet.begin(0.0, False, batch_sha256(self._batch) if core.fleet.size > 1 else "")
         if getattr(core.strategy, "sigma", None) == "auto":
             chosen = core.probe(self._batch).values["sigma"]
@@ -229,6 +230,8 @@ class Search:
         facts |= {"kind of device": core.device.type, "generation": self.generation}
         facts |= {"initial weights": content_sha256(*pack(core.state))}
         core.fleet.join(lambda: facts)
+        header = header_of(core, {}, None, {})
+        core.fleet.invite(header, lambda: core.sample(self._batch), self._batch)
 
     @property
     def model(self) -> nn.Module:

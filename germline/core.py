@@ -80,6 +80,7 @@ class Core:
     latest: torch.Tensor | None = field(init=False, default=None)  # gradient; see ``compare``
     update: Any = field(init=False, default=None)  # how a fleet shares out the update; see ``divide``
     under_way: "UnderWay | None" = field(init=False, default=None)  # see ``begin``
+    given: Batch | None = field(init=False, default=None)  # the batch at hand, where nobody else has it
 
     def __post_init__(self) -> None:
         self.device = self.fleet.place()
@@ -231,9 +232,8 @@ class Core:
     def origin(self, generation: int, values: Mapping[str, float], state: Any = None) -> Origin:
         """What a generation is made of; from the State as it is, or from one that knows the next gradient."""
         known = state is not None and state is not self.state
-        return Origin(
-            self.strategy, state or self.state, f"{generation}{'+' * known}", generation, values, batch=generation
-        )
+        version, state = f"{generation}{'+' * known}", state or self.state
+        return Origin(self.strategy, state, version, generation, values, batch=generation, given=self.given)
 
     def scores(self, candidates: Candidates, batch: Batch | None, origin: Origin) -> NDArray[np.float32]:
         """Of all members; by a slower way from here on where the usual one fails."""

@@ -228,8 +228,9 @@ def rebuilt(recipe: Recipe, header: Mapping[str, Any], fleet: Local, path: Path,
         "objective": (core.objective.maximize, header["maximize"]),
         "order of the batches": (recipe.shuffle, header.get("shuffle", True)),
         "value of the model's frozen parameters and buffers": (fixed_sha256(recipe.model), header["fixed"]),
-        **{f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()},
     }
+    if header["data"]:  # else batches are given one by one
+        differences |= {f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()}
     for what, (here, there) in differences.items():
         if here != there:
             raise BadInput(f"The {what} is not that of {path}: a run goes on only with what it began with.")

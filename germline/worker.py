@@ -44,6 +44,7 @@ from germline.fleet.hub import (
 from germline.fleet.wire import pack
 from germline.genome import theta_sha256
 from germline.header import processor
+from germline.objective import Batch
 from germline.population import Plan
 from germline.recipe import Recipe
 from germline.run import Run
@@ -70,6 +71,7 @@ class Follower:
     run: str | None = None  # which
     version: str | None = None  # of its State
     whole: bool = False  # whether that is all of it, and not only what candidates are made of
+    given: tuple[int, Batch] | None = None  # the batch that was sent last, where they are, and its number
     newest: int = 0  # generation of which anything was heard; work for older ones is not wanted any more
 
     @property
@@ -88,9 +90,21 @@ class Follower:
         core = self.followed.core
         if theta_sha256(core.genome.read(core.module, core.device)) != header["initial_theta_sha256"]:  # type: ignore[arg-type]
             raise BadInput("its initial weights are not those of the run: give both the same recipe and versions")
-        sample = core.sample(self.followed.batch(0))
+        sample = core.sample(self.batch(0))
         known = {"version": self.version, "whole": self.whole}
         return {"op": "ready", "tell": self.seconds_of_a_record(), **known}, [sample.tobytes()]
+
+    def batch(self, number: int) -> Batch | None:
+        """Of a generation: the one that was sent, or of the run's own data."""
+        if self.given is not None:
+            return self.given[1] if self.given[0] == number else None
+        return self.followed.batch(number)
+
+    def take(self, head: Head, arrays: list[bytes]) -> None:
+        tensors = tensors_of(head["layout"], arrays, self.fleet.place())
+        found: Any = unpack([], head["tree"], tensors)
+        args, kwargs, target = found
+        self.given = head["batch"], Batch(tuple(args), kwargs, target, head["size"])
 
     def seconds_of_a_record(self) -> float:
         """How long it takes to fold one, by trying it on scores that mean nothing."""
@@ -113,6 +127,8 @@ class Follower:
             self.tell(head["records"], arrays)
         elif head["op"] == "state":
             self.load(head, arrays)
+        elif head["op"] == "batch":
+            self.take(head, arrays)
         elif head["op"] == "job" and head["generation"] >= self.newest:
             return self.job(head, arrays)
         return None
@@ -161,7 +177,7 @@ class Follower:
         """Blocks of members of a generation."""
         training = self.followed
         core, share = training.core, slice(head["first"], head["last"])
-        batch = training.judged(head["batch"]) if head["judged"] else training.batch(head["batch"])
+        batch = training.judged(head["batch"]) if head["judged"] else self.batch(head["batch"])
         candidates = core.strategy.ask(core.state, core.noise, head["address"], head["values"])
         scores = self.fleet.score(core.prepare(batch), candidates, core.strategy.population, batch, share)
         return [scores.astype(np.float32).tobytes()]
@@ -169,7 +185,7 @@ class Follower:
     def differentiate(self, head: Head, arrays: list[bytes]) -> list[bytes]:
         """The gradients of some slices of a batch."""
         training = self.followed
-        core, batch = training.core, training.batch(head["batch"])
+        core, batch = training.core, self.batch(head["batch"])
         assert batch is not None
         core.prepare(batch)
         plain = core.plain()

@@ -3,7 +3,9 @@
 import enum
 import json
 import os
+import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,13 +20,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import germline as gl
 from germline.fleet import keys
 from germline.fleet.deck import Deck
 from germline.fleet.launch import free_port
+from germline.genome import theta_sha256
+from germline.recipes import make
 from tests.test_faults import finished
 
 GENERATIONS = 60
+LONG = 600  # generations, where somebody has to look on
 GERMLINE = [sys.executable, "-m", "germline"]
 RUN = ["digits", "--population", "64", "--generations", str(GENERATIONS), "--device", "cpu", "--json"]
 HERE = Path(__file__).parent.parent
@@ -56,7 +63,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Fleet:
     """A coordinator and its workers, as processes of this machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, generations: int = GENERATIONS) -> None:
+        self.generations = str(generations)
         self.folder, self.port, self.status = folder, free_port(), free_port()
         self.workers: list[subprocess.Popen[bytes]] = []
         self.said, self.result = folder / "coordinator.txt", folder / "result.txt"
@@ -66,6 +74,7 @@ class Fleet:
         """Starts the coordinator; it may be that no file can grow beyond a limit."""
         addresses = ["--listen", f"127.0.0.1:{self.port}", "--status", f"127.0.0.1:{self.status}"]
         command = [*GERMLINE, "serve", *RUN, *addresses, "--runs", str(self.folder / "runs"), "--name", "run"]
+        command += ["--generations", self.generations]
         with self.said.open("a") as said, self.result.open("w") as result:
             self.coordinator = subprocess.Popen(
                 command,
@@ -231,8 +240,16 @@ def read(address: str) -> bytes:
         return content
 
 
-def test_the_status_page_and_who_is_turned_away(fleet: Fleet, expected: str) -> None:
+@pytest.fixture
+def long_fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path, LONG)
+    yield made
+    made.close()
+
+
+def test_the_status_page_and_who_is_turned_away(long_fleet: Fleet) -> None:
     """On the port of the coordinator there may be anything: it goes on."""
+    fleet = long_fleet
     half_open = socket.create_connection(("127.0.0.1", fleet.port)) if wait_for_port(fleet.port) else None
     with socket.create_connection(("127.0.0.1", fleet.port)) as rude:
         rude.sendall(np.random.default_rng(0).bytes(100_000))
@@ -245,8 +262,16 @@ def test_the_status_page_and_who_is_turned_away(fleet: Fleet, expected: str) -> 
     status = json.loads(read(f"http://127.0.0.1:{fleet.status}/status.json"))
     assert status["workers"][0]["device"] == "cpu"
     assert status["generation"] >= 5
-    assert b"germline" in read(f"http://127.0.0.1:{fleet.status}/")
-    assert fleet.ended()["theta_sha256"] == expected
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        assert b"status.json" in read(f"http://127.0.0.1:{fleet.status}/")
+    else:
+        look = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+        page = subprocess.run([*look, f"http://127.0.0.1:{fleet.status}/"], capture_output=True, text=True, timeout=60)
+        assert "digits by openai-es" in page.stdout
+        assert re.search(r"<td>cpu</td>.*<td class=.n.>100 %</td>", page.stdout), page.stdout
+        assert "<path " in page.stdout  # the curve
+    assert fleet.ended()["generations"] == LONG
     assert half_open is not None
     half_open.close()
 
@@ -330,3 +355,25 @@ def test_without_keys_only_this_machine_is_listened_to(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "keys" in done.stderr
+
+
+def test_a_search_of_ones_own_by_workers_elsewhere(tmp_path: Path) -> None:
+    """The workers have the model and the loss by a recipe, and are sent the batches."""
+    (tmp_path / "mine.py").write_text(
+        "import torch, germline as gl\n"
+        "from torch import nn\n"
+        "def recipe():\n"
+        "    net = gl.seeded(0, lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))\n"
+        "    x = torch.zeros(8, 4)\n"
+        "    return gl.Recipe(net, (x, torch.zeros(8, dtype=torch.int64)), loss=nn.functional.cross_entropy)\n"
+    )
+    made = make(str(tmp_path / "mine.py"), {}, 0)
+    found = []
+    for fleet in (gl.Local("cpu"), gl.Elastic(device="cpu", workers=1, recipe=str(tmp_path / "mine.py"))):
+        search = gl.Search(made.model, gl.OpenAIES(population=24), loss=made.loss, fleet=fleet)
+        for x in torch.randn(6, 16, 4, generator=torch.Generator().manual_seed(0)):
+            search.step(x, (x.sum(1) > 0).long())
+        found.append(theta_sha256(search._core.state.theta))
+        if isinstance(fleet, gl.Elastic):
+            fleet.close(ended=True)
+    assert found[0] == found[1]

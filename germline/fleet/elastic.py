@@ -80,7 +80,9 @@ class Worker:
     pieces: int = 0  # done so far
     checked: int = -1  # generation in which its answers were last looked at
     latest: int = 0  # generation in which it was last of use
+    batch: int = -1  # that it was sent last, where batches are
     busy: float = 0.0  # seconds of work
+    answers: int = 0
     strikes: int = 0  # how often it had other weights than it was sent
 
     @property
@@ -182,11 +184,14 @@ class Elastic(Local):
 
     # Admission
 
-    def invite(self, header: Mapping[str, Any], sample: Callable[[], NDArray[np.float32]]) -> None:
+    def invite(
+        self, header: Mapping[str, Any], sample: Callable[[], NDArray[np.float32]], given: Batch | None = None
+    ) -> None:
         self.hub.say(f"workers are awaited at {self.hub.host}:{self.hub.port}")
         run = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
         tolerance = TOLERANCE[header["evaluation"]["dtype"]]
         self.invitation = {"run": run, "header": dict(header), "sample": sample(), "tolerance": tolerance}
+        self.invitation["batch"] = sent(given, 0) if given is not None else None
 
     async def _greet(self, stream: Stream) -> tuple[Head, float]:
         """Lets a worker in that proves to be about the same work."""
@@ -217,6 +222,8 @@ class Elastic(Local):
                 await asyncio.sleep(0.1)
             invitation = self.invitation
             self._refuse_unlike(about)
+            if invitation["batch"] is not None:
+                await stream.write(*invitation["batch"])
             await stream.write({"op": "welcome", "run": invitation["run"], "header": invitation["header"]})
             ready = await self._heard(stream, "ready")
         finally:
@@ -418,6 +425,9 @@ class Elastic(Local):
             for number, worker in list(self.crew.items()):
                 while (chunk := deck.take(number, time.monotonic())) is not None:
                     self._bring_up(worker, origin, origin.strategy)
+                    if origin.given is not None and worker.batch != origin.batch:
+                        self.hub.send(worker.peer, *sent(origin.given, origin.batch))
+                        worker.batch = origin.batch
                     check = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
                     head = {**task.head, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
                     self.hub.send(worker.peer, head | {"check": check}, task.arrays(chunk.first, chunk.last))
@@ -479,6 +489,7 @@ class Elastic(Local):
         with suppress(KeyError, TypeError):
             kind, pieces, seconds = head["kind"], head["last"] - head["first"], head["seconds"]
             worker.busy += seconds
+            worker.answers += 1
             rate, before = pieces / max(seconds, 1e-6), worker.rates.get(kind)
             worker.rates[kind] = rate if before is None else before + RECENT * (rate - before)
 
@@ -532,7 +543,8 @@ class Elastic(Local):
                 "state": worker.state(self.generation, self.timeout),
                 "members_per_second": self.block * sum(worker.rates.values()),
                 "share": sum(worker.rates.values()) / total,
-                "busy": worker.busy / max(1e-9, time.time() - worker.joined),
+                "busy_seconds": worker.busy,
+                "answers": worker.answers,
                 "pieces": worker.pieces,
                 "bytes_sent": worker.peer.stream.received,
                 "bytes_received": worker.peer.stream.sent,
@@ -545,6 +557,12 @@ class Elastic(Local):
         now = (self.past[0] + sum(s.sent for s in streams), self.past[1] + sum(s.received for s in streams))
         before, self.counted = self.counted, now
         return now[0] - before[0], now[1] - before[1]
+
+
+def sent(batch: Batch, number: int) -> Message:
+    """A batch as a message."""
+    tree, layout, contents = packed([list(batch.args), dict(batch.kwargs), batch.target])
+    return Message({"op": "batch", "batch": number, "tree": tree, "layout": layout, "size": batch.size}, contents)
 
 
 def size_of(arrays: Mapping[str, torch.Tensor]) -> int:

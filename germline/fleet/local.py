@@ -199,7 +199,9 @@ class Local:
     def new_run(self) -> None:
         """What was known of another run is forgotten."""
 
-    def invite(self, header: Mapping[str, Any], sample: Callable[[], NDArray[np.float32]]) -> None:
+    def invite(
+        self, header: Mapping[str, Any], sample: Callable[[], NDArray[np.float32]], given: Batch | None = None
+    ) -> None:
         """Lets others in who have the same recipe, and find the same scores for a sample of members."""
 
     def divide(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> tuple[Any, Any]:

@@ -96,6 +96,7 @@ class Origin:
     values: Mapping[str, float]
     batch: int  # generation whose batch it is
     judged: bool = False  # whether that is one of the dev set
+    given: Any = None  # the batch itself, where it is of no data set that others have
 
 
 S = TypeVar("S")

@@ -1,0 +1,221 @@
+"""What an elastic fleet costs: time lost to waiting, to a slow worker, and the bytes that each worker takes.
+
+    python benchmarks/elastic.py [--busy] [--slow] [--hosts]        all three if none is named; --hosts as root
+
+--busy   two workers of one thread each: the part of their time that is evaluation, at chunks of about 50 ms or more
+--slow   generations a second of two workers, and of the same two beside a third that is stopped nine tenths of the
+         time; the ideal is 2.1 workers
+--hosts  three network namespaces as hosts, with keys: a coordinator, a worker, and one behind 1 Mbit/s; ``mnist-3m``
+         and ``cif-900k``: generations, and bytes of each worker for a generation by the coordinator's own count
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from germline.fleet import keys
+from germline.fleet.launch import free_port
+
+GERMLINE = [sys.executable, "-m", "germline"]
+SETTLE, LASTS = 8.0, 30.0  # seconds before anything is measured, and of the measurement
+HOSTS = {"coordinator": "10.78.0.1", "near": "10.78.0.2", "far": "10.78.0.3"}
+LINK = "1mbit"
+
+
+class Fleet:
+    """A coordinator, and workers as they are wanted; in namespaces of the network where they are named."""
+
+    def __init__(self, run: Sequence[str], folder: Path, host: str = "127.0.0.1", secret: Path | None = None) -> None:
+        self.folder, self.host, self.port, self.status = folder, host, free_port(), free_port()
+        self.secret, self.recipe, self.processes = secret, run[0], list[subprocess.Popen[bytes]]()
+        where = ["--listen", f"{host}:{self.port}", "--status", f"{host}:{self.status}", "--runs", str(folder / "runs")]
+        trusted = ["--keys", str(secret)] if secret is not None else []
+        self.begin([*GERMLINE, "serve", *run, *where, *trusted, "--device", "cpu", "--json"], "coordinator")
+
+    def begin(self, command: list[str], name: str) -> "subprocess.Popen[bytes]":
+        inside = ["ip", "netns", "exec", f"germline-{name}"] if self.secret is not None else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{name}.txt").open("w") as said:
+            process = subprocess.Popen([*inside, *command], stdout=said, stderr=said, env=environment)
+        self.processes.append(process)
+        return process
+
+    def join(self, name: str) -> "subprocess.Popen[bytes]":
+        trusted = ["--keys", str(self.secret / name)] if self.secret is not None else []
+        command = [*GERMLINE, "worker", f"{self.host}:{self.port}", "--recipe", self.recipe, *trusted]
+        return self.begin([*command, "--device", "cpu", "--workers", "1", "--name", name], name)
+
+    def known(self) -> dict[str, Any]:
+        """What the status page says."""
+        address = f"http://{self.host}:{self.status}/status.json"
+        if self.secret is None:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                content = answer.read()
+        else:
+            read = f"import urllib.request; print(urllib.request.urlopen({address!r}, timeout=5).read().decode())"
+            inside = ["ip", "netns", "exec", "germline-coordinator", sys.executable, "-c", read]
+            content = subprocess.run(inside, capture_output=True, check=True).stdout
+        found: dict[str, Any] = json.loads(content)
+        return found
+
+    def wait(self, workers: int, generations: int = 1, seconds: float = 180.0) -> dict[str, Any]:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with suppress(OSError, subprocess.CalledProcessError, ValueError):
+                found = self.known()
+                if len(found["workers"]) >= workers and found["generation"] >= generations:
+                    return found
+            time.sleep(0.2)
+        raise RuntimeError((self.folder / "coordinator.txt").read_text()[-2000:])
+
+    def close(self) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def fleet(run: Sequence[str], host: str = "127.0.0.1", secret: Path | None = None) -> Iterator[Fleet]:
+    with tempfile.TemporaryDirectory() as folder:
+        made = Fleet(run, Path(folder), host, secret)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@contextmanager
+def slowed(process: int) -> Iterator[None]:
+    """At work for a tenth of the time."""
+    over = threading.Event()
+
+    def stop_and_go() -> None:
+        while not over.is_set():
+            os.kill(process, signal.SIGSTOP)
+            over.wait(0.09)
+            os.kill(process, signal.SIGCONT)
+            over.wait(0.01)
+
+    thread = threading.Thread(target=stop_and_go, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def measured(made: Fleet, workers: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Generations a second, and what was known before and after."""
+    made.wait(workers)
+    time.sleep(SETTLE)
+    before, began = made.known(), time.monotonic()
+    time.sleep(LASTS)
+    after = made.known()
+    return (after["generation"] - before["generation"]) / (time.monotonic() - began), before, after
+
+
+def busy() -> None:
+    with fleet(["digits", "--population", "2048", "--generations", "100000"]) as made:
+        for name in ("one", "two"):
+            made.join(name)
+        rate, before, after = measured(made, 2)
+    print(f"two workers, digits, population 2048: {rate:.2f} generations a second")
+    for old, new in zip(before["workers"], after["workers"], strict=True):
+        seconds = new["busy_seconds"] - old["busy_seconds"]
+        chunk = 1e3 * seconds / max(1, new["answers"] - old["answers"])
+        print(f"  {new['name']}: {seconds / LASTS:.2f} of its time is evaluation (wanted 0.9), {chunk:.0f} ms a chunk")
+
+
+def slow() -> None:
+    run = ["digits", "--population", "2048", "--generations", "100000"]
+    with fleet(run) as made:
+        for name in ("one", "two"):
+            made.join(name)
+        alone = measured(made, 2)[0]
+        third = made.join("slow")
+        made.wait(3)
+        with slowed(third.pid):
+            beside = measured(made, 3)[0]
+    print(f"two workers: {alone:.2f} generations a second; beside one that is ten times slower {beside:.2f},")
+    print(f"  {beside / (alone * 2.1 / 2):.2f} of the ideal (wanted 0.9)")
+
+
+@contextmanager
+def hosts() -> Iterator[None]:
+    """Namespaces on one bridge, one of them behind a thin link."""
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    ip("link", "add", "germline0", "type", "bridge")
+    ip("link", "set", "germline0", "up")
+    try:
+        for name, address in HOSTS.items():
+            space, end = f"germline-{name}", f"gl{name[:8]}"
+            ip("netns", "add", space)
+            ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", end, "master", "germline0", "up")
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", space, "link", "set", device, "up")
+            if name == "far":
+                shape = ["root", "tbf", "rate", LINK, "burst", "16kb", "latency", "400ms"]
+                subprocess.run(["tc", "qdisc", "add", "dev", end, *shape], check=True)
+                subprocess.run(["ip", "netns", "exec", space, "tc", "qdisc", "add", "dev", "eth0", *shape], check=True)
+        yield
+    finally:
+        for name in HOSTS:
+            subprocess.run(["ip", "netns", "del", f"germline-{name}"])
+        ip("link", "del", "germline0")
+
+
+def apart() -> None:
+    with hosts(), tempfile.TemporaryDirectory() as folder:
+        secret = Path(folder) / "keys"
+        keys.init(secret)
+        for name in ("near", "far"):
+            keys.add(secret, name)
+        for recipe in ("mnist-3m", "cif-900k"):
+            run = [recipe, "--population", "64", "--generations", "100000", "--set", "recipe.batch_size=32"]
+            with fleet(run, HOSTS["coordinator"], secret) as made:
+                for name in ("near", "far"):
+                    made.join(name)
+                rate, before, after = measured(made, 2)
+            passed = max(1, after["generation"] - before["generation"])
+            print(f"{recipe}, population 64: {rate:.2f} generations a second")
+            for new in after["workers"]:
+                old = next((one for one in before["workers"] if one["name"] == new["name"]), new)
+                taken, given = ((new[key] - old[key]) / passed for key in ("bytes_received", "bytes_sent"))
+                link = LINK if new["name"] == "far" else "no limit"
+                pieces = new["pieces"] - old["pieces"]
+                print(
+                    f"  {new['name']} ({link}): {new['state']}, {pieces} blocks, for a generation {taken:,.0f} bytes "
+                    f"received and {given:,.0f} sent"
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {"busy": busy, "slow": slow, "hosts": apart}
+    for name in parts:
+        parser.add_argument(f"--{name}", action="store_true")
+    chosen = vars(parser.parse_args())
+    for name, part in parts.items():
+        if chosen[name] or not any(chosen.values()):
+            part()
+
+
+if __name__ == "__main__":
+    main()
