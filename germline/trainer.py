@@ -66,7 +66,7 @@ def interruptible(training: Run) -> Iterator[None]:
 
     def interrupt(number: int, frame: Any) -> None:
         nonlocal began
-        if time.monotonic() - began > TWICE:
+        if time.monotonic() - began > TWICE or training.core.fleet.idle:
             raise KeyboardInterrupt
         if not training.interrupted:
             training.interrupted, began = True, time.monotonic()

@@ -29,6 +29,7 @@ from germline.errors import BadInput
 from germline.fleet import Local
 from germline.fleet.hub import (
     BEATS,
+    PARENT,
     Gone,
     Head,
     Message,
@@ -52,6 +53,7 @@ from germline.strategies import Told, unpack
 from germline.version import __version__
 
 PAUSES = (0.5, 8.0)  # seconds between attempts to connect: the first, and the longest
+ECHOED = ("task", "chunk", "version", "kind", "first", "last")  # of a job, in its answer
 SILENCE = 15.0  # seconds after which a silent coordinator is given up
 
 Maker = Callable[[dict[str, str], int], Recipe]  # of a recipe's settings and a seed
@@ -86,6 +88,7 @@ class Follower:
             recipe = self.make(header["recipe_settings"], header["seed"])
             self.training = trainer.rebuilt(recipe, header, self.fleet, Path("the coordinator's run"), None)
             self.run, self.version, self.whole = run, "0", True
+            self.given = None if header["data"] else self.given
         self.newest = 0
         core = self.followed.core
         if theta_sha256(core.genome.read(core.module, core.device)) != header["initial_theta_sha256"]:  # type: ignore[arg-type]
@@ -158,7 +161,7 @@ class Follower:
         self.version, self.whole = head["version"], head["whole"]
 
     def job(self, head: Head, arrays: list[bytes]) -> tuple[Head, list[bytes]]:
-        about = {key: head[key] for key in ("chunk", "version", "kind", "first", "last")}
+        about = {key: head[key] for key in ECHOED}
         if head["version"] != self.version:
             return about | {"op": "stale"}, []
         training = self.followed
@@ -302,7 +305,7 @@ class Worker:
             if head.get("op") != "job":
                 self.follower.version = None
                 return None
-            about = {key: head[key] for key in ("chunk", "version", "kind", "first", "last")}
+            about = {key: head[key] for key in ECHOED}
             return about | {"op": "failed", "reason": f"{type(error).__name__}: {error}"}, []
 
     async def watch(self, stream: Stream) -> None:
@@ -324,12 +327,25 @@ def run(address: str, follower: Follower, *, name: str | None = None, keys: Path
 
     async def main() -> None:
         task = asyncio.ensure_future(worker.run())
-        if hasattr(signal, "SIGTERM") and sys.platform != "win32":
+        parent = os.environ.get(PARENT)
+        watch = asyncio.ensure_future(end_with(parent, task)) if parent is not None else None
+        if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await task
+        try:
+            await task
+        finally:
+            if watch is not None:
+                watch.cancel()
 
     with suppress(asyncio.CancelledError):
         asyncio.run(main())
+
+
+async def end_with(parent: str, task: "asyncio.Future[None]") -> None:
+    """Ends a worker whose coordinator started it, and is gone without a word."""
+    while str(os.getppid()) == parent:
+        await asyncio.sleep(1.0)
+    task.cancel()
 
 
 def first_line(error: BaseException) -> str:

@@ -32,7 +32,7 @@ class Rogue(worker.Follower):
         elif self.fault == "short":
             answer = [answer[0][:-4]]
         elif self.fault == "old":
-            about["version"] = str(int(about["version"]) - 1)
+            about["task"] -= 1
         elif self.fault == "astray":  # it has other weights, and does not know
             core: Any = self.followed.core
             core.state.theta.add_(1.0)

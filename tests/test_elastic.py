@@ -28,7 +28,7 @@ from germline.fleet.deck import Deck
 from germline.fleet.launch import free_port
 from germline.genome import theta_sha256
 from germline.recipes import make
-from tests.test_faults import finished
+from tests.test_faults import finished, runs
 
 GENERATIONS = 60
 LONG = 600  # generations, where somebody has to look on
@@ -377,3 +377,17 @@ def test_a_search_of_ones_own_by_workers_elsewhere(tmp_path: Path) -> None:
         if isinstance(fleet, gl.Elastic):
             fleet.close(ended=True)
     assert found[0] == found[1]
+
+
+def test_workers_end_with_the_coordinator_that_started_them(tmp_path: Path) -> None:
+    command = [*GERMLINE, "train", *RUN, "--generations", "100000", "--fleet", "elastic", "--workers", "1"]
+    with subprocess.Popen([*command, "--runs", str(tmp_path), "--name", "run"], stderr=subprocess.DEVNULL) as train:
+        while finished(tmp_path / "run") < 2 and train.poll() is None:
+            time.sleep(0.1)
+        children = Path(f"/proc/{train.pid}/task/{train.pid}/children").read_text().split()
+        train.kill()
+    assert len(children) == 1
+    until = time.monotonic() + 30
+    while runs(int(children[0])):
+        assert time.monotonic() < until
+        time.sleep(0.1)

@@ -30,6 +30,7 @@ from germline.errors import BadInput
 from germline.fleet.deck import Chunk, Deck
 from germline.fleet.hub import (
     BEATS,
+    PARENT,
     Event,
     Gone,
     Head,
@@ -57,6 +58,7 @@ PAD = 1 << 16  # bytes by which the way to a worker is measured
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are looked at again
 REMEMBERED = 1 << 24  # bytes of records that are kept for workers that are behind
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
+FAR = 50.0  # times the tolerance, for single members
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 TICK = 0.02  # seconds between looks at who is late
 STRIKES = 3  # times that a worker may have other weights
@@ -145,6 +147,7 @@ class Elastic(Local):
         self.open = False
         self.generation = 0
         self.block = 1  # members of a piece
+        self.task = 0  # number of the work at hand
         self.counted = (0, 0)
         self.past = [0, 0]  # bytes of connections that have ended
         self.waited = 0.0  # when it was last said that nobody is here
@@ -159,10 +162,14 @@ class Elastic(Local):
         self._start_workers()
         atexit.register(self.close)
 
+    @property
+    def idle(self) -> bool:
+        return self.open and not self.crew
+
     # Workers on this machine
 
     def _start_workers(self) -> None:
-        environment = dict(os.environ)
+        environment = {**os.environ, PARENT: str(os.getpid())}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, len(self.commands)))))
         for place, command in enumerate(self.commands):
             if place >= len(self.started):
@@ -230,8 +237,8 @@ class Elastic(Local):
             beats.cancel()
         if "differs" in ready.head:
             raise BadInput(str(ready.head["differs"]))
-        expected, found = invitation["sample"], np.frombuffer(b"".join(ready.arrays), np.float32)
-        if found.shape != expected.shape or not close(found, expected, invitation["tolerance"]):
+        found = np.frombuffer(b"".join(ready.arrays), np.float32)
+        if not close(found, invitation["sample"], invitation["tolerance"]):
             raise BadInput("it finds other scores for the same members than the coordinator")
         return about | ready.head | {"run": invitation["run"]}, bandwidth
 
@@ -411,7 +418,8 @@ class Elastic(Local):
 
     def _done(self, task: Task, origin: Origin, evaluator: Evaluator | None, dtype: str = "float32") -> list[Any]:
         """Has the fleet do some work, and waits for all of it: what came of it, in order."""
-        self._hear(None, None, origin, 0.0)
+        self.generation, self.task = int(origin.version.rstrip("+")), self.task + 1
+        self._hear(None, 0.0)
         for worker in self.crew.values():
             if self.generation - worker.latest > FORGIVEN:  # it was too slow: perhaps it is not any more
                 worker.latest, worker.rates = self.generation, {}
@@ -419,7 +427,7 @@ class Elastic(Local):
         task.head |= {"op": "job", "kind": task.kind, "version": origin.version}
         task.head |= {"plan": dict(vars(evaluator.plan)) if evaluator is not None else None}
         task.head |= {"address": origin.address, "values": dict(origin.values), "batch": origin.batch}
-        task.head |= {"judged": origin.judged, "generation": self.generation}
+        task.head |= {"judged": origin.judged, "generation": self.generation, "task": self.task}
         digest, known = None, None  # of the State, if they are needed
         while not deck.finished:
             for number, worker in list(self.crew.items()):
@@ -432,10 +440,10 @@ class Elastic(Local):
                     head = {**task.head, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
                     self.hub.send(worker.peer, head | {"check": check}, task.arrays(chunk.first, chunk.last))
             waits = TICK if self.crew else 1.0
-            for worker, message in self._hear(deck, task, origin, waits):
+            for worker, message in self._hear(deck, waits):
                 self._measured(worker, message.head)
                 chunk = deck.out.get(message.head.get("chunk", -1))
-                if chunk is None or message.head.get("version") != origin.version or chunk.worker != worker.peer.number:
+                if chunk is None or message.head.get("task") != self.task or chunk.worker != worker.peer.number:
                     continue  # an answer that nobody waits for any more
                 if not deck.wanted(chunk) or message.head.get("op") == "stale":
                     deck.returned(chunk.number)
@@ -498,7 +506,7 @@ class Elastic(Local):
         deck.gone(worker.peer.number)
         self.hub.drop(worker.peer, reason)
 
-    def _hear(self, deck: Deck | None, task: Task | None, origin: Origin, seconds: float) -> list[tuple[Worker, Any]]:
+    def _hear(self, deck: Deck | None, seconds: float) -> list[tuple[Worker, Message]]:
         """What has happened; waits so long for the first event."""
         answers, until = [], time.monotonic() + seconds
         while True:
@@ -570,6 +578,11 @@ def size_of(arrays: Mapping[str, torch.Tensor]) -> int:
 
 
 def close(found: Any, expected: NDArray[np.float32], tolerance: float) -> bool:
-    """Whether scores are the same but for what unlike machines make of them."""
-    scale = float(np.nanmax(np.abs(expected), initial=0.0)) if np.isfinite(expected).any() else 0.0
-    return bool(np.allclose(found, expected, rtol=tolerance, atol=tolerance * min(1.0, scale), equal_nan=True))
+    """Whether scores are the same but for what unlike machines make of them: last bits, and an example or two."""
+    finite = np.isfinite(expected)
+    if found.shape != expected.shape or not np.array_equal(finite, np.isfinite(found)):
+        return False
+    if not finite.any():
+        return True
+    apart = np.abs(found[finite] - expected[finite]) / max(float(np.abs(expected[finite]).max()), 1e-6)
+    return bool(apart.max() <= FAR * tolerance and np.mean(apart <= tolerance) >= 0.5)

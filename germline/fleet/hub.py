@@ -24,7 +24,8 @@ from germline.fleet import keys as certificates
 from germline.strategies.base import AnyStrategy, pack
 
 BEATS = 5  # signs of life within the time after which a silent end is given up
-LARGEST = 1 << 31  # bytes of a message
+PARENT = "GERMLINE_PARENT"  # the variable with the process whose end is that of a worker, too
+REFUSALS = 100  # that are remembered
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Head = dict[str, Any]
@@ -220,7 +221,7 @@ class Hub:
         try:
             about, bandwidth = await asyncio.wait_for(self.greet(stream), None)
         except (Gone, BadInput, TimeoutError) as error:
-            self.turned_away.append(f"{comm.peer_address}: {error}")
+            self._remember(f"{comm.peer_address}: {error}")
             self.say(f"a worker at {comm.peer_address} was turned away: {error}")
             comm.abort()
             return
@@ -262,8 +263,11 @@ class Hub:
             peer.stream.abort()
 
         self.say(f"worker {peer.about.get('name')} is turned away: {reason}")
-        self.turned_away.append(f"{peer.about.get('name')}: {reason}")
+        self._remember(f"{peer.about.get('name')}: {reason}")
         asyncio.run_coroutine_threadsafe(end(), self.loop)
+
+    def _remember(self, refusal: str) -> None:
+        self.turned_away = [*self.turned_away[-REFUSALS:], refusal]
 
     def close(self, last: Head | None) -> None:
         """Ends all connections, with a last word."""

@@ -64,6 +64,11 @@ class Local:
         return None
 
     @property
+    def idle(self) -> bool:
+        """Whether there is nobody to work, so that a generation might never end."""
+        return False
+
+    @property
     def sends_weights(self) -> bool:
         """Whether all processes begin with the weights of one."""
         return False
