@@ -27,7 +27,7 @@ from typing import Any
 from germline.fleet.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
-RUN = ["digits", "--population", "1024", "--device", "cpu", "--json"]
+RUN = ["digits", "--population", "128", "--device", "cpu", "--json"]
 FAULTS = ("kill", "freeze", "slow", "coordinator")
 EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds
 Process = subprocess.Popen  # of bytes
@@ -154,7 +154,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        length = arguments.generations or int(300 * arguments.minutes)
+        length = arguments.generations or int(700 * arguments.minutes)
         soak = Soak(Path(folder), arguments.workers, length)
         soak.serve()
         soak.workers = [soak.join() for _ in range(arguments.workers)]
