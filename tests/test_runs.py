@@ -144,7 +144,7 @@ GOLDEN = {
     "pesgd, average, tournament": "84b7e9a1a4198140",
     "hybrid-es": "7e6f52f6580d6897",
     "hybrid-es, average, decay, some components": "4ec329307907db85",
-    "hybrid-es, assisted": "a5c95e3f2ce44dd6",
+    "hybrid-es, assisted": "74e1d6eed9ef22f2",
     "hybrid-es, gated": "2e198192e36fa37a",
     "hybrid-es, fixed": "1edb6ee0161cc03c",
     "hybrid-es, slots": "f405b2ab0662d175",
