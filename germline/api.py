@@ -17,6 +17,7 @@ from germline import noise, trainer
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
+from germline.genome import theta_sha256
 from germline.header import header_of, revive, settings_of
 from germline.journal import Journal, content_sha256
 from germline.objective import Batch, Metric, bytes_of, objective_of, tensors_in
@@ -212,6 +213,10 @@ class Search:
             chosen = core.probe(self._batch).values["sigma"]
             core.strategy = dataclasses.replace(core.strategy, sigma=chosen)  # type: ignore[type-var]
         if first:
+            assert core.module is not None
+            begun = theta_sha256(core.genome.read(core.module, core.device))
+            header = header_of(core, {}, None, {}) | {"initial_theta_sha256": begun}
+            core.fleet.invite(header, lambda: core.sample(self._batch), self._batch)
             core.divide()
         told = core.evaluate(self.generation, self._batch)
         core.advance(told)
@@ -230,8 +235,6 @@ class Search:
         facts |= {"kind of device": core.device.type, "generation": self.generation}
         facts |= {"initial weights": content_sha256(*pack(core.state))}
         core.fleet.join(lambda: facts)
-        header = header_of(core, {}, None, {})
-        core.fleet.invite(header, lambda: core.sample(self._batch), self._batch)
 
     @property
     def model(self) -> nn.Module:

@@ -23,6 +23,7 @@ from germline.api import free_directory
 from germline.errors import BadInput, Lost, unknown
 from germline.fleet import SPMD, TIMEOUT, Elastic, Exchange, Local, keys, launched, run_here
 from germline.genome import Genome, theta_sha256
+from germline.header import settings_of
 from germline.journal import Journal
 from germline.noise import whole_number
 from germline.population import DType, SlowPath
@@ -36,7 +37,7 @@ from germline.report import read, write_curves, write_report
 from germline.run import Run, export_theta
 from germline.status import Status
 from germline.stopping import Stop, Target
-from germline.strategies import STRATEGIES, HybridES, strategy_class
+from germline.strategies import STRATEGIES, AnyStrategy, HybridES, strategy_class
 from germline.strategies.settings import parse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -233,7 +234,9 @@ def serve(
     page = Status(chosen, recipe, stop)
     print(f"status page: {page.serve(status)}", file=sys.stderr)
     try:
-        if Journal.begins_with(path, {"recipe": about["recipe"], "recipe_settings": of_recipe, "seed": seed}):
+        same = {"recipe": about["recipe"], "recipe_settings": of_recipe, "seed": seed, "strategy": made.strategy.name}
+        if Journal.begins_with(path, same):
+            refuse_other_settings(made.strategy, Journal.open(path, read_only=True).header, path)
             training = trainer.resume(made, Journal.open(path), chosen)
         else:
             training = trainer.start(made, path, seed=seed, fleet=chosen, about=about, stop=stop)
@@ -459,6 +462,14 @@ def finish(
     if summary["stopped_by"] == "interrupt":
         raise typer.Exit(130)
     return summary
+
+
+def refuse_other_settings(strategy: AnyStrategy, header: Mapping[str, Any], path: Path) -> None:
+    """A run goes on with the settings it was begun with; what was settled by the run itself is not compared."""
+    for name, value in settings_of(strategy).items():
+        if value is not None and value != "auto" and header["settings"].get(name, value) != value:
+            was = header["settings"][name]
+            raise BadInput(f"{path} was begun with {name}={was}, not {value}: give it the same, or another --name.")
 
 
 def split_settings(settings: Sequence[str], **shortcuts: Any) -> tuple[dict[str, str], dict[str, str]]:

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from germline.errors import BadInput
 from germline.fleet import Elastic
@@ -105,7 +106,7 @@ class Status:
         for w in self.fleet.told_of_workers():
             numbers = (f"{w['members_per_second']:.0f}", f"{100 * w['share']:.0f} %")
             traffic = (f"{w['bytes_sent']:,}", f"{w['bytes_received']:,}")
-            table.add_row(w["name"], w["device"], w["machine"], w["state"], *numbers, *traffic)
+            table.add_row(*map(Text, (w["name"], w["device"], w["machine"], w["state"], *numbers, *traffic)))
         return table
 
     def serve(self, address: str) -> str:

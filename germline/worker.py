@@ -13,6 +13,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +29,15 @@ from germline import noise, trainer
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.fleet.hub import (
-    BEATS,
     PARENT,
     Gone,
     Head,
     Message,
     Stream,
     address_of,
-    asked,
     bits,
     packed,
+    plain,
     secured,
     tensors_of,
     transport,
@@ -93,6 +93,7 @@ class Follower:
         core = self.followed.core
         if theta_sha256(core.genome.read(core.module, core.device)) != header["initial_theta_sha256"]:  # type: ignore[arg-type]
             raise BadInput("its initial weights are not those of the run: give both the same recipe and versions")
+        core.adopt(Plan(**header["evaluation"]))
         sample = core.sample(self.batch(0))
         known = {"version": self.version, "whole": self.whole}
         return {"op": "ready", "tell": self.seconds_of_a_record(), **known}, [sample.tobytes()]
@@ -153,10 +154,9 @@ class Follower:
         if head["whole"]:
             core.state = unpack(core.state, head["tree"], tensors)
         else:  # only what candidates are made of: the rest stays as it was, and is not read
-            tops = {name.split(".")[0] for name in tensors}
-            tree = {"items": [item for item in head["tree"]["items"] if item[0] in tops]}
-            names = [item[0] for item in tree["items"]]
-            found = {name: unpack(getattr(core.state, name), dict(tree["items"])[name], tensors) for name in names}
+            tops, numbers = {name.split(".")[0] for name in tensors}, plain(head["tree"])
+            items = [item for item in head["tree"]["items"] if item[0] in tops or item in numbers]
+            found = {name: unpack(getattr(core.state, name), part, tensors) for name, part in items}
             core.state = replace(core.state, **found)
         self.version, self.whole = head["version"], head["whole"]
 
@@ -169,7 +169,7 @@ class Follower:
         if head["plan"] is not None:
             core.adopt(Plan(**head["plan"]))
         began = time.perf_counter()
-        about["bits"] = bits(asked(core.strategy, core.state))
+        about["bits"] = bits(core.strategy, core.state)
         answer = {"scores": self.score, "gradient": self.differentiate, "rear": self.rear}[head["kind"]](head, arrays)
         about |= {"op": "answer", "seconds": time.perf_counter() - began}
         if head["check"]:
@@ -228,6 +228,7 @@ class Worker:
     name: str
     keys: Path | None = None
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+    patience: float = SILENCE  # seconds
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "germline-worker"))
 
     async def run(self) -> None:
@@ -239,12 +240,13 @@ class Worker:
         pause = PAUSES[0]
         while True:
             try:
-                stream = Stream(await comm.connect(where, timeout=10, deserialize=False, **arguments))
+                opened = comm.connect(where, timeout=10, deserialize=False, **arguments)
+                stream = Stream(await asyncio.wait_for(opened, 20))
                 if await self.serve(stream):
                     return
                 self.say("the coordinator is gone; trying again")
                 pause = PAUSES[0]
-            except (OSError, Gone) as error:
+            except (OSError, TimeoutError, Gone) as error:
                 if pause == PAUSES[0]:
                     self.say(f"no coordinator at {self.address} ({first_line(error)}); trying again")
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
@@ -257,7 +259,7 @@ class Worker:
         try:
             await stream.write(self.introduction())
             tasks = [
-                asyncio.ensure_future(stream.beat(SILENCE / BEATS)),
+                asyncio.ensure_future(stream.beat(1.0)),
                 asyncio.ensure_future(self.work(stream, work)),
                 asyncio.ensure_future(self.watch(stream)),
             ]
@@ -271,6 +273,7 @@ class Worker:
                 elif op == "end":
                     return True
                 elif op != "alive":
+                    self.patience = max(SILENCE, head.get("timeout", 0.0)) if op == "welcome" else self.patience
                     self.follower.newest = max(self.follower.newest, head.get("generation", 0))
                     work.put_nowait(Message(head, arrays))
         except Gone:
@@ -296,9 +299,10 @@ class Worker:
             if head["op"] == "welcome":
                 try:
                     return self.follower.begin(head["run"], head["header"])
-                except BadInput as error:
-                    self.say(f"error: {error}")
-                    return {"op": "ready", "differs": str(error)}, []
+                except Exception as error:
+                    said = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
+                    self.say(f"error: {said}")
+                    return {"op": "ready", "differs": said}, []
             return self.follower.do(message)
         except Exception as error:
             self.say(f"a job failed: {type(error).__name__}: {error}")
@@ -310,8 +314,8 @@ class Worker:
 
     async def watch(self, stream: Stream) -> None:
         """Gives up a coordinator of which nothing is heard."""
-        while stream.silent < SILENCE:
-            await asyncio.sleep(SILENCE / BEATS)
+        while stream.silent < self.patience:
+            await asyncio.sleep(1.0)
         stream.abort()
 
     def introduction(self) -> Head:
@@ -327,25 +331,21 @@ def run(address: str, follower: Follower, *, name: str | None = None, keys: Path
 
     async def main() -> None:
         task = asyncio.ensure_future(worker.run())
-        parent = os.environ.get(PARENT)
-        watch = asyncio.ensure_future(end_with(parent, task)) if parent is not None else None
+        if PARENT in os.environ:
+            threading.Thread(target=end_with, args=(asyncio.get_running_loop(), task), daemon=True).start()
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        try:
-            await task
-        finally:
-            if watch is not None:
-                watch.cancel()
+        await task
 
     with suppress(asyncio.CancelledError):
         asyncio.run(main())
 
 
-async def end_with(parent: str, task: "asyncio.Future[None]") -> None:
-    """Ends a worker whose coordinator started it, and is gone without a word."""
-    while str(os.getppid()) == parent:
-        await asyncio.sleep(1.0)
-    task.cancel()
+def end_with(loop: asyncio.AbstractEventLoop, task: "asyncio.Future[None]") -> None:
+    """Ends a worker whose coordinator started it, and is gone without a word: then its standard input ends."""
+    with suppress(OSError, ValueError, RuntimeError):
+        sys.stdin.buffer.read()
+        loop.call_soon_threadsafe(task.cancel)
 
 
 def first_line(error: BaseException) -> str:

@@ -37,6 +37,10 @@ class Rogue(worker.Follower):
             core: Any = self.followed.core
             core.state.theta.add_(1.0)
             return super().job(head, arrays)
+        elif self.fault == "odd":
+            about |= {"chunk": [1], "seconds": float("nan"), "first": -(10**400), "last": "x"}
+        elif self.fault == "stale":
+            about["op"] = "stale"
         elif self.fault == "error":
             raise RuntimeError("its memory is broken")
         return about, answer

@@ -76,8 +76,13 @@ class Deck:
         total, own = sum(map(self.rate, workers)), self.rate(worker)
         waiting = sum(chunk.size for chunk in mine)
         left = self.left + sum(chunk.size for chunk in self.out.values())
-        if (1 + waiting) / own > 2 * left / total and len(workers) > 1 and self.rates.get(worker):
-            return None  # the others will have done it before
+        in_time = any(
+            now - chunk.since <= OVERDUE * AT_ONCE * chunk.size / self.rate(chunk.worker) + self.smallest
+            for chunk in self.out.values()
+            if chunk.worker != worker
+        )
+        if in_time and (1 + waiting) / own > 2 * left / total and self.rates.get(worker):
+            return None  # others are at it, and will have done it before
         size = max(math.ceil(self.left * own / total / AT_ONCE), math.floor(own * self.smallest), 1)
         if not self.rates.get(worker):  # first a little, to see how fast it is
             size = max(1, size // TASTE)

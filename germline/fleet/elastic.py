@@ -45,7 +45,9 @@ from germline.fleet.hub import (
     tensors_of,
 )
 from germline.fleet.local import Local, mean_score
+from germline.fleet.wire import pack as pack_rows
 from germline.fleet.wire import packed_bytes, sum_packed
+from germline.fleet.wire import unpack as unpack_rows
 from germline.genome import theta_sha256
 from germline.noise import Field
 from germline.objective import Batch
@@ -58,10 +60,13 @@ PAD = 1 << 16  # bytes by which the way to a worker is measured
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are looked at again
 REMEMBERED = 1 << 24  # bytes of records that are kept for workers that are behind
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
+KINDS = ("scores", "gradient", "rear")
+LONGEST = 1e6  # seconds that any work may take
 FAR = 50.0  # times the tolerance, for single members
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 TICK = 0.02  # seconds between looks at who is late
-STRIKES = 3  # times that a worker may have other weights
+PREPARING = 600.0  # seconds for a worker to build the run
+STRIKES = 6  # answers in a row that a worker may make with other weights
 FORGIVEN = 50  # generations after which a worker that was too slow to be of use is tried again
 
 
@@ -109,7 +114,9 @@ class Task:
     head: Head
     arrays: Callable[[int, int], list[bytes]]  # that the workers of pieces first to last need besides
     accept: Callable[[int, int, list[bytes]], Any]  # what an answer is, or an error that says what is wrong with it
-    again: Callable[[int, int], Any] | None = None  # the same, computed here
+    again: Callable[[int, int], Any]  # the same, computed here
+    numbers: Callable[[Any], NDArray[np.float32]]  # those of an answer by which it is judged, piece by piece
+    sampled: bool = True  # whether one piece of it is so cheap that it may be computed again now and then
     found: dict[int, Any] = field(default_factory=dict)  # by first piece
 
 
@@ -169,13 +176,16 @@ class Elastic(Local):
     # Workers on this machine
 
     def _start_workers(self) -> None:
-        environment = {**os.environ, PARENT: str(os.getpid())}
+        environment = {**os.environ, PARENT: "stdin"}
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, len(self.commands)))))
         for place, command in enumerate(self.commands):
-            if place >= len(self.started):
-                self.started.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            elif self.started[place].poll() not in (None, 2):  # 2: it was turned away, and would be again
-                self.started[place] = subprocess.Popen(command, env=environment, start_new_session=True)
+            there = self.started[place] if place < len(self.started) else None
+            if there is not None and there.poll() in (None, 2):  # 2: it was turned away, and would be again
+                continue
+            if there is not None:
+                there.communicate()
+            new = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+            self.started[place : place + 1] = [new]
 
     def close(self, *, ended: bool = False) -> None:
         """Lets go of all workers, to wait for the run to go on, or to end with it; those that were started here end."""
@@ -186,7 +196,7 @@ class Elastic(Local):
             with suppress(subprocess.TimeoutExpired):
                 process.wait(3.0)
             process.kill()
-            process.wait()
+            process.communicate()
         self.started = []
 
     # Admission
@@ -203,7 +213,8 @@ class Elastic(Local):
     async def _greet(self, stream: Stream) -> tuple[Head, float]:
         """Lets a worker in that proves to be about the same work."""
         about = (await asyncio.wait_for(stream.read(), self.timeout)).head
-        if about.get("op") != "join":
+        said = [about.get(name) for name in ("name", "device", "machine")]
+        if about.get("op") != "join" or not all(isinstance(text, str) and len(text) < 200 for text in said):
             raise BadInput("it does not speak as workers do")
         try:
             return await self._admitted(stream, about)
@@ -231,12 +242,14 @@ class Elastic(Local):
             self._refuse_unlike(about)
             if invitation["batch"] is not None:
                 await stream.write(*invitation["batch"])
-            await stream.write({"op": "welcome", "run": invitation["run"], "header": invitation["header"]})
-            ready = await self._heard(stream, "ready")
+            about_run = {"run": invitation["run"], "header": invitation["header"], "timeout": self.timeout}
+            await stream.write({"op": "welcome", **about_run})
+            ready = await asyncio.wait_for(self._heard(stream, "ready"), PREPARING)
         finally:
             beats.cancel()
         if "differs" in ready.head:
-            raise BadInput(str(ready.head["differs"]))
+            raise BadInput(str(ready.head["differs"])[:500])
+        check_ready(ready.head)
         found = np.frombuffer(b"".join(ready.arrays), np.float32)
         if not close(found, invitation["sample"], invitation["tolerance"]):
             raise BadInput("it finds other scores for the same members than the coordinator")
@@ -353,7 +366,7 @@ class Elastic(Local):
         def again(first: int, last: int) -> NDArray[np.float32]:
             return self.score(evaluator, candidates, population, batch, slice(first, last))
 
-        task = Task("scores", -(-population // block), {}, lambda first, last: [], accept, again)
+        task = Task("scores", -(-population // block), {}, lambda first, last: [], accept, again, lambda scores: scores)
         found = self._done(task, origin, evaluator, evaluator.plan.dtype)
         return np.concatenate(found)[:population]
 
@@ -372,7 +385,15 @@ class Elastic(Local):
                 raise BadInput(f"it answered with {scores.size} scores where {last - first} were asked for")
             return scores, rows
 
-        task = Task("gradient", len(parts), {}, lambda first, last: [], accept)
+        def again(first: int, last: int) -> tuple[NDArray[np.float32], torch.Tensor]:
+            scores, rows = self.differentiate(evaluator, theta, parts[first:last], batch.size)
+            return scores, pack_rows(rows, wire).cpu()
+
+        def numbers(answer: tuple[NDArray[np.float32], torch.Tensor]) -> NDArray[np.float32]:
+            lengths = unpack_rows(answer[1], size, wire, theta.dtype).double().norm(dim=1)
+            return np.stack([answer[0], lengths.float().numpy()], 1).ravel()  # piece by piece
+
+        task = Task("gradient", len(parts), {}, lambda first, last: [], accept, again, numbers)
         found = self._done(task, origin, evaluator)
         rows = torch.cat([rows for _, rows in found]).to(theta.device)
         return mean_score(np.concatenate([scores for scores, _ in found]), parts), sum_packed(
@@ -408,11 +429,19 @@ class Elastic(Local):
                 if theta.shape != state.theta.shape or theta.dtype != state.theta.dtype:
                     raise BadInput("it answered with weights of another shape")
                 if kept:
-                    moments = unpack(moments, about["tree"]["list"][1], tensors)
+                    moments, template = unpack(moments, about["tree"]["list"][1], tensors), moments
+                    if shapes_of(moments) != shapes_of(template):
+                        raise BadInput("it answered with moments of another shape")
                 found.append((theta, moments, float(about["score"])))
             return found
 
-        task = Task("rear", population, {}, arrays, accept)
+        def again(first: int, last: int) -> list[tuple[Any, Any, float]]:
+            return self.reared(lambda place: work(first + place), last - first, device)
+
+        def numbers(answer: list[tuple[Any, Any, float]]) -> NDArray[np.float32]:
+            return np.array([score for _, _, score in answer], np.float32)
+
+        task = Task("rear", population, {}, arrays, accept, again, numbers, sampled=False)
         found = [one for part in self._done(task, origin, None) for one in part]
         return found, np.array([score for _, _, score in found], np.float32)
 
@@ -441,23 +470,25 @@ class Elastic(Local):
                     self.hub.send(worker.peer, head | {"check": check}, task.arrays(chunk.first, chunk.last))
             waits = TICK if self.crew else 1.0
             for worker, message in self._hear(deck, waits):
-                self._measured(worker, message.head)
-                chunk = deck.out.get(message.head.get("chunk", -1))
+                named = message.head.get("chunk")
+                chunk = deck.out.get(named) if isinstance(named, int) else None
                 if chunk is None or message.head.get("task") != self.task or chunk.worker != worker.peer.number:
+                    self._late(worker, message.head)
                     continue  # an answer that nobody waits for any more
-                if not deck.wanted(chunk) or message.head.get("op") == "stale":
+                self._measured(worker, task.kind, chunk.size, message.head.get("seconds"))
+                if not deck.wanted(chunk):
                     deck.returned(chunk.number)
-                    if message.head.get("op") == "stale":
-                        worker.version, worker.whole = None, False
                     continue
                 digest = digest or (theta_sha256(origin.state.theta) if "theta" in message.head else None)
-                known = known or bits(asked(origin.strategy, origin.state))
+                known = known or bits(origin.strategy, origin.state)
                 try:
-                    if message.head.get("theta", digest) != digest or message.head.get("bits", known) != known:
+                    stale = message.head.get("op") == "stale"
+                    if stale or message.head.get("theta", digest) != digest or message.head.get("bits", known) != known:
                         worker.strikes += 1
                         if worker.strikes > STRIKES:
                             raise Untrue("again and again it has other weights than it was sent")
-                        self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
+                        if not stale:
+                            self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
                         worker.version, worker.whole = None, False
                         deck.returned(chunk.number)
                         continue
@@ -466,7 +497,9 @@ class Elastic(Local):
                     deck.returned(chunk.number)
                     self._turn_away(worker, deck, str(error))
                     continue
-                worker.checked = self.generation if "theta" in message.head else worker.checked
+                worker.strikes = 0
+                if "theta" in message.head:
+                    worker.checked = self.generation
                 deck.answered(chunk.number)
                 task.found[chunk.first] = answer
                 worker.pieces += chunk.size
@@ -476,30 +509,34 @@ class Elastic(Local):
 
     def _believed(self, task: Task, chunk: Chunk, message: Message, dtype: str) -> Any:
         """An answer, if the worker can be believed; what it finds odd, and a sample now and then, is computed here."""
-        failed = message.head.get("op") != "answer"
-        if failed and task.again is not None:
+        if message.head.get("op") != "answer":
             task.again(chunk.first, chunk.last)  # if it fails here, too, it is not the worker's fault
-        if failed:
             raise Untrue(str(message.head.get("reason"))[:200])
         try:
             answer = task.accept(chunk.first, chunk.last, message.arrays)
-        except (BadInput, ValueError, IndexError, KeyError, TypeError, RuntimeError) as error:
-            raise Untrue(f"its answer cannot be read ({error})") from error
-        odd = isinstance(answer, np.ndarray) and not np.isfinite(answer).all()
-        if task.again is not None and (odd or "theta" in message.head):
-            expected = task.again(chunk.first, chunk.last if odd else chunk.first + 1)
-            if not close(answer[: len(expected)], expected, TOLERANCE[dtype]):
+            found = task.numbers(answer)
+        except Exception as error:  # whatever it has sent
+            raise Untrue(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+        odd = not np.isfinite(found).all()
+        if odd or ("theta" in message.head and task.sampled):
+            expected = task.numbers(task.again(chunk.first, chunk.last if odd else chunk.first + 1))
+            if not close(found[: expected.size], expected, TOLERANCE[dtype]):
                 raise Untrue("it finds other scores for the same members than the coordinator")
         return answer
 
-    def _measured(self, worker: Worker, head: Head) -> None:
-        """The speed of a worker, by any answer of its, late ones too."""
-        with suppress(KeyError, TypeError):
-            kind, pieces, seconds = head["kind"], head["last"] - head["first"], head["seconds"]
+    def _measured(self, worker: Worker, kind: str, pieces: int, seconds: Any) -> None:
+        """The speed of a worker, by an answer of its."""
+        if isinstance(seconds, int | float) and 0 < seconds < LONGEST:
             worker.busy += seconds
             worker.answers += 1
             rate, before = pieces / max(seconds, 1e-6), worker.rates.get(kind)
             worker.rates[kind] = rate if before is None else before + RECENT * (rate - before)
+
+    def _late(self, worker: Worker, head: Head) -> None:
+        """Of an answer that came too late one still learns how slow the worker is."""
+        first, last, kind = head.get("first"), head.get("last"), head.get("kind")
+        if isinstance(first, int) and isinstance(last, int) and 0 < last - first < 1 << 32 and kind in KINDS:
+            self._measured(worker, kind, last - first, head.get("seconds"))
 
     def _turn_away(self, worker: Worker, deck: Deck, reason: str) -> None:
         self.crew.pop(worker.peer.number, None)
@@ -516,7 +553,9 @@ class Elastic(Local):
                 break
             until = 0.0  # and all that are there already
             number, about = event.peer.number, event.peer.about
-            if event.kind == "joined":
+            if event.kind == "joined" and about["run"] != (self.invitation or {}).get("run"):
+                self.hub.loop.call_soon_threadsafe(event.peer.stream.abort)  # it comes again, for this run
+            elif event.kind == "joined":
                 self.crew[number] = Worker(event.peer, about.get("version"), bool(about.get("whole")), about["tell"])
                 self.hub.say(f"worker {about.get('name')} has joined: {about.get('device')}, {about.get('machine')}")
                 if deck is not None:
@@ -565,6 +604,18 @@ class Elastic(Local):
         now = (self.past[0] + sum(s.sent for s in streams), self.past[1] + sum(s.received for s in streams))
         before, self.counted = self.counted, now
         return now[0] - before[0], now[1] - before[1]
+
+
+def shapes_of(value: Any) -> list[Any]:
+    return [(name, array.shape, array.dtype) for name, array in pack(value)[1].items()]
+
+
+def check_ready(head: Head) -> None:
+    """What a worker says of itself must be what it is taken for later."""
+    tell, version = head.get("tell"), head.get("version")
+    known = version is None or (isinstance(version, str) and version.isascii() and version.rstrip("+").isdigit())
+    if not (isinstance(tell, int | float) and 0 <= tell < 1e12 and known and isinstance(head.get("whole"), bool)):
+        raise BadInput("it does not speak as workers do")
 
 
 def sent(batch: Batch, number: int) -> Message:

@@ -11,7 +11,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,9 @@ from germline.fleet import keys as certificates
 from germline.strategies.base import AnyStrategy, pack
 
 BEATS = 5  # signs of life within the time after which a silent end is given up
-PARENT = "GERMLINE_PARENT"  # the variable with the process whose end is that of a worker, too
+PARENT = "GERMLINE_PARENT"  # the variable of a worker that ends with the process that holds its standard input
+PIECE = 1 << 18  # bytes of a long message that are sent at once
+LARGEST = 1 << 34  # bytes of a message
 REFUSALS = 100  # that are remembered
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -53,10 +56,17 @@ def tensors_of(layout: list[Any], contents: Sequence[bytes], device: torch.devic
     return found
 
 
-def bits(arrays: Mapping[str, torch.Tensor]) -> int:
-    """A checksum of arrays that is quick, and the same on every device: the sum of their bits as whole numbers."""
+def bits(strategy: AnyStrategy, state: Any) -> int:
+    """A checksum of what candidates are made of, quick and the same on every device: the sum of all bits as numbers."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sum(int(array.contiguous().view(kinds[array.element_size()]).sum()) for array in arrays.values())
+    arrays = asked(strategy, state).values()
+    total = sum(int(array.contiguous().view(kinds[array.element_size()]).sum()) for array in arrays)
+    return total + zlib.crc32(json.dumps(plain(pack(state)[0])).encode())
+
+
+def plain(tree: Any) -> list[Any]:
+    """The items of a packed State that hold no array: numbers, which always travel."""
+    return [item for item in tree["items"] if '"tensor"' not in json.dumps(item[1])]
 
 
 def asked(strategy: AnyStrategy, state: Any) -> dict[str, torch.Tensor]:
@@ -108,20 +118,30 @@ class Stream:
     sent: int = 0
     received: int = 0
     heard: float = field(default_factory=time.monotonic)  # when last
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # to write
 
     async def write(self, head: Head, arrays: Sequence[bytes] = ()) -> None:
-        text = json.dumps(head)
+        """A message; what is long goes in pieces, so that the other end hears something all the time."""
+        text, sizes = json.dumps(head), list(map(len, arrays))
+        content = b"".join(arrays) if sum(sizes) > PIECE else b""
         try:
-            await self.comm.write({"head": text, "arrays": list(arrays)}, serializers=["msgpack"])
+            async with self.turn:
+                if not content:
+                    await self.comm.write({"head": text, "arrays": list(arrays)}, serializers=["msgpack"])
+                else:
+                    await self.comm.write({"head": text, "sizes": sizes}, serializers=["msgpack"])
+                    for start in range(0, len(content), PIECE):
+                        piece = content[start : start + PIECE]
+                        await self.comm.write({"piece": piece}, serializers=["msgpack"])
         except (OSError, RuntimeError) as error:
             raise Gone(str(error)) from error
-        self.sent += len(text) + sum(map(len, arrays))
+        self.sent += len(text) + sum(sizes)
 
     async def read(self) -> Message:
         try:
             found = await self.comm.read()
-            text, arrays = found["head"], [bytes(one) for one in found["arrays"]]
-            head = json.loads(text)
+            text, head = found["head"], json.loads(found["head"])
+            arrays = await self._pieces(found["sizes"]) if "sizes" in found else list(map(bytes, found["arrays"]))
             if not isinstance(head, dict):
                 raise TypeError("no object")
         except asyncio.CancelledError:
@@ -131,6 +151,16 @@ class Stream:
         self.heard = time.monotonic()
         self.received += len(text) + sum(map(len, arrays))
         return Message(head, arrays)
+
+    async def _pieces(self, sizes: Sequence[int]) -> list[bytes]:
+        total, content = sum(sizes), bytearray()
+        if total > LARGEST or min(sizes) < 0:
+            raise ValueError("too long")
+        while len(content) < total:
+            content += (await self.comm.read())["piece"]
+            self.heard = time.monotonic()
+        ends = list(itertools.accumulate(sizes))
+        return [bytes(content[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
     async def beat(self, every: float) -> None:
         """Says now and then that this end is alive."""
@@ -220,7 +250,7 @@ class Hub:
         stream = Stream(comm)
         try:
             about, bandwidth = await asyncio.wait_for(self.greet(stream), None)
-        except (Gone, BadInput, TimeoutError) as error:
+        except Exception as error:  # whoever it is
             self._remember(f"{comm.peer_address}: {error}")
             self.say(f"a worker at {comm.peer_address} was turned away: {error}")
             comm.abort()
@@ -247,7 +277,7 @@ class Hub:
         try:
             while True:
                 await peer.stream.write(*await peer.outbox.get())
-        except Gone:
+        except Exception:
             peer.stream.abort()
 
     def send(self, peer: Peer, head: Head, arrays: Sequence[bytes] = ()) -> None:

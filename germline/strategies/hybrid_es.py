@@ -51,7 +51,7 @@ class HybridES:
 
     name: ClassVar[str] = "hybrid-es"
     needs_gradient: ClassVar[bool] = True
-    asked: ClassVar[tuple[str, ...]] = ("theta", "direction")
+    asked: ClassVar[tuple[str, ...]] = ("theta", "direction", "cache")
 
     population: int = setting(10, "K, the samples of a shifted step, over all workers")
     interval: int = setting(2, "r: a full gradient in every r-th step of an epoch; 1 is plain gradient descent")
