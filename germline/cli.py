@@ -121,12 +121,9 @@ def train(
     """Train a recipe."""
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
-    whole_number("seed", seed, 1 << 63)
     own, of_recipe = split_settings(settings or [], population=population, rank=rank)
-    made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
-    made = made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
-    limit = made.generations if generations is None and seconds is None else generations
-    stop = Stop(limit, seconds, Target.of(target))
+    made = recipe_with(recipe, of_recipe, seed, strategy, own, dtype)
+    stop = stop_of(made, generations, seconds, target)
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     chosen = fleet_of(fleet, device, workers, exchange, timeout, address(recipe))
     if baseline and fleet != "local":
@@ -179,9 +176,8 @@ def resume(
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
     here = (run / "journal.sqlite").is_file()
-    usual = Journal.open(run, read_only=True).header["device"] if here else "auto"
-    recipe = Journal.open(run, read_only=True).header["recipe"] if here else None
-    chosen = fleet_of(fleet, device or usual, workers, exchange, timeout, recipe)
+    known: Mapping[str, Any] = Journal.open(run, read_only=True).header if here else {"device": "auto", "recipe": None}
+    chosen = fleet_of(fleet, device or known["device"], workers, exchange, timeout, known["recipe"])
     launch_here(fleet, workers)
     chosen.new_run()
     if not chosen.elect(here):
@@ -221,12 +217,9 @@ def serve(
     """Coordinate an elastic fleet: train a recipe with workers that come and go; started again, it goes on."""
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
-    whole_number("seed", seed, 1 << 63)
     own, of_recipe = split_settings(settings or [], population=population, rank=rank)
-    made = with_strategy(make(recipe, of_recipe, seed), strategy, own)
-    made = made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
-    limit = made.generations if generations is None and seconds is None else generations
-    stop = Stop(limit, seconds, Target.of(target))
+    made = recipe_with(recipe, of_recipe, seed, strategy, own, dtype)
+    stop = stop_of(made, generations, seconds, target)
     path = runs / (name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command_line()}
     chosen = Elastic(listen, keys=keys, device=device)
@@ -470,6 +463,21 @@ def refuse_other_settings(strategy: AnyStrategy, header: Mapping[str, Any], path
         if value is not None and value != "auto" and header["settings"].get(name, value) != value:
             was = header["settings"][name]
             raise BadInput(f"{path} was begun with {name}={was}, not {value}: give it the same, or another --name.")
+
+
+def recipe_with(
+    name: str, settings: dict[str, str], seed: int, strategy: str | None, own: dict[str, str], dtype: str
+) -> Recipe:
+    """The recipe as it was asked for."""
+    whole_number("seed", seed, 1 << 63)
+    made = with_strategy(make(name, settings, seed), strategy, own)
+    return made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
+
+
+def stop_of(made: Recipe, generations: int | None, seconds: float | None, target: str | None) -> Stop:
+    """When to stop: where nothing is said, after the recipe's own number of generations."""
+    limit = made.generations if generations is None and seconds is None else generations
+    return Stop(limit, seconds, Target.of(target))
 
 
 def split_settings(settings: Sequence[str], **shortcuts: Any) -> tuple[dict[str, str], dict[str, str]]:
