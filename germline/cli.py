@@ -408,7 +408,13 @@ def show_resources(name: str, made: Recipe, settings: list[str], *, as_json: boo
     for row, (way, by) in itertools.product(found["rows"], ways.items()):
         table.add_row(str(row["interval"]), by, *(f"{row[way][what]:.3f}" for what in ("runtime", "memory", "network")))
     Console().print(table)
-    print("as parts of what steps take that are all full; memory is a mean over time, of two processes the peak")
+    print("as parts of what steps take that are all full; memory is a mean over time, of two processes what they keep")
+    for row in found["rows"]:
+        run = row["run"]
+        spent = [", ".join(f"{part} {1e3 * s:.3g}" for part, s in run[kind].items()) for kind in ("full", "shifted")]
+        said = "full step {}; shifted step {}".format(*spent)
+        memory = f"memory {run['mean_memory'] / 1e6:,.0f} MB on average, {run['peak_memory'] / 1e6:,.0f} at most"
+        print(f"interval {row['interval']}, ms of a process: {said}; {memory}")
 
 
 @command

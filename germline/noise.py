@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from germline.clock import clock
 from germline.errors import BadInput
 from germline.kernels import Address, Reading, home, kernels_of, on, raw, reference
 from germline.kernels.recorded import Recorded
@@ -278,6 +279,7 @@ class Noise:
 
     # Slices
 
+    @clock("noise")
     def integers(self, span: Span, stream: Stream = Stream.DENSE, dtype: torch.dtype = torch.int8) -> torch.Tensor:
         """eps, the integers behind the noise: (members, parameters)."""
         self._refuse_matrices(span, stream)
@@ -297,6 +299,7 @@ class Noise:
         address = self._address(self.places.members[:1], (0, 2 * count), stream, torch.device("cpu"))
         return reference.words(address, count)
 
+    @clock("noise")
     def factors(self, matrix: Matrix, rows: Span | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """A, which bears the member's sign, and B: int8, (members, rows, rank) and (members, columns, rank)."""
         low, high = rows or (0, matrix.rows)
@@ -309,6 +312,7 @@ class Noise:
 
     # Perturbing
 
+    @clock("noise")
     def perturb(
         self, theta: torch.Tensor, sigma: Sigma, *, start: int = 0, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -29,6 +29,7 @@ import torch
 
 from germline.fleet import Local
 from germline.fleet.local import one_thread_each
+from germline.journal import Journal
 from germline.population import exact_arithmetic
 from germline.recipe import Recipe
 from germline.strategies import HybridES, Told
@@ -156,6 +157,9 @@ class Measured:
     seconds: float
     bytes_sent: float
     peak_memory: float
+    mean_memory: float  # in time, of what the process has of the system
+    full: dict[str, float]  # seconds of the parts of a full step, by the process that keeps the journal
+    shifted: dict[str, float]
 
 
 def trial(recipe: str, settings: Sequence[str], interval: int, workers: int = WORKERS) -> Measured:
@@ -165,8 +169,28 @@ def trial(recipe: str, settings: Sequence[str], interval: int, workers: int = WO
         fleet = ["--fleet", "spmd", "--workers", str(workers), "--device", "cpu"]
         command = ["train", recipe, *chosen, *fleet, "--generations", str(STEPS), "--runs", folder, "--json"]
         done = subprocess.run([sys.executable, "-m", "germline", *command], capture_output=True, text=True, check=True)
-    summary = json.loads(done.stdout.splitlines()[-1])
-    return Measured(summary["seconds"] / STEPS, summary["bytes_sent"] / STEPS, summary["peak_memory_bytes"])
+        summary = json.loads(done.stdout.splitlines()[-1])
+        journal = Journal.open(Path(summary["run"]), read_only=True)
+        steps = [record.side | record.side["diagnostics"] for record in journal.records()]
+        journal.close()
+    seconds = [step["seconds"] for step in steps]
+    return Measured(
+        summary["seconds"] / STEPS,
+        summary["bytes_sent"] / STEPS,
+        summary["peak_memory_bytes"],
+        float(np.average([step.get("memory", 0) for step in steps], weights=seconds)),
+        full=parts_of([step for step in steps if "backward_seconds" in step]),
+        shifted=parts_of([step for step in steps if "backward_seconds" not in step]),
+    )
+
+
+def parts_of(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Typical seconds of the parts of some steps."""
+    return {
+        part: statistics.median(step.get(f"{part}_seconds", 0.0) for step in steps)
+        for part in ("forward", "backward", "noise", "update")
+        if steps
+    }
 
 
 def table(recipe: str, made: Recipe, settings: Sequence[str]) -> dict[str, Any]:
@@ -176,8 +200,9 @@ def table(recipe: str, made: Recipe, settings: Sequence[str]) -> dict[str, Any]:
     for interval in INTERVALS:
         found = trial(recipe, settings, interval)
         ratios = Ratios(
-            found.seconds / plain.seconds, found.peak_memory / plain.peak_memory, found.bytes_sent / plain.bytes_sent
+            found.seconds / plain.seconds, found.mean_memory / plain.mean_memory, found.bytes_sent / plain.bytes_sent
         )
         ways = {"paper": predicted(PUBLISHED, interval), "model": predicted(phases, interval), "measured": ratios}
-        rows.append({"interval": interval, **{name: dataclasses.asdict(one) for name, one in ways.items()}})
+        row = {name: dataclasses.asdict(one) for name, one in ways.items()}
+        rows.append({"interval": interval, **row, "run": dataclasses.asdict(found)})
     return {"phases": dataclasses.asdict(phases), "all_full": dataclasses.asdict(plain), "rows": rows}

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from germline.clock import clock
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet.local import one_thread_each
@@ -54,6 +56,7 @@ class Run:
     ahead: Batch | None = None  # the batch of the next generation, if a card has begun with it
     owed: float = 0.0  # seconds of writing the last generation, which the next record counts
     committed: float = 0.0  # when
+    peak: int = 0  # bytes of a card that were in use at once, in steps that were measured
 
     def step(self, patience: float = 0.0) -> Row:
         """One generation; when this returns it is on disk, or, with patience, a few of them so many seconds later."""
@@ -65,18 +68,22 @@ class Run:
         core.prepare(batch)
         plan = core.plan
         judged = self.judged(generation)
+        clock.taken()
         if core.rears:
             told = core.rear(generation, self.lessons(generation), self.exam)
         else:
             told = core.evaluate(generation, batch, judged)
         before = core.state
-        core.advance(told)
+        with clock("update"):
+            core.advance(told)
+        resources = self.resources() if core.strategy.needs_gradient or core.rears else {}
         self.generation += 1
         self.look_ahead()
         looked_at = self.generation % self.recipe.evaluate_every == 0
         metrics = fleet.attended(lambda: self.measure(batch)) if looked_at else {}
         diagnostics = core.diagnose(told, before) if looked_at and fleet.keeper else {}
         diagnostics |= core.compare(told) if core.strategy.needs_gradient and fleet.keeper else {}
+        diagnostics |= resources
         ended = time.perf_counter()
         seconds = ended - began + self.owed
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
@@ -93,6 +100,16 @@ class Run:
             self.commit()
         self.owed = time.perf_counter() - ended
         return self.note(Record(told, digest, side))
+
+    def resources(self) -> dict[str, float]:
+        """What a step took of this process: seconds of its parts, which a card does not tell apart, and memory."""
+        if self.core.device.type == "cuda":
+            held = torch.cuda.max_memory_allocated()
+            self.peak = max(self.peak, held)
+            torch.cuda.reset_peak_memory_stats()
+            return {"memory": held}
+        spent = {f"{part}_seconds": round(seconds, 6) for part, seconds in sorted(clock.taken().items())}
+        return spent | ({"memory": held} if (held := resident_memory()) else {})
 
     def commit(self) -> None:
         """Has all generations on disk."""
@@ -229,7 +246,7 @@ class Run:
             "theta_sha256": theta_sha256(core.state.theta),
             "bytes_sent": self.sent,
             "bytes_received": self.received,
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else peak_memory(),
+            "peak_memory_bytes": max(self.peak, torch.cuda.max_memory_allocated()) if on_gpu else peak_memory(),
             "stopped_by": stopped_by,
         }
         self.kept.conclude(summary)
@@ -286,6 +303,15 @@ def export_theta(genome: Genome, theta: torch.Tensor, file: Path) -> None:
 
     views = genome.views(theta.detach().cpu())
     write_whole(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory now, where its system says so."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory() -> int:

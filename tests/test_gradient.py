@@ -150,6 +150,18 @@ def test_samples_are_counted(tmp_path: Path) -> None:
     assert result.summary["evaluations"] == 3 + 3 * 4
 
 
+def test_a_step_says_where_its_time_went(tmp_path: Path) -> None:
+    made = recipe(strategy=gl.HybridES(population=5), evaluate_every=30)
+    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu", workers=1), about={})
+    full, shifted = training.step(), training.step()
+    parts = ("forward_seconds", "backward_seconds", "noise_seconds", "update_seconds")
+    assert [part in full for part in parts] == [True, True, False, True]
+    assert [part in shifted for part in parts] == [True, False, True, True]
+    for row in (full, shifted):
+        assert 0 < sum(row.get(part, 0.0) for part in parts) <= row["seconds"]
+    training.kept.close()
+
+
 def test_the_resource_model_of_the_paper() -> None:
     found = [resources.predicted(resources.PUBLISHED, interval) for interval in (2, 3)]
     assert [round(one.runtime, 3) for one in found] == [1.208, 1.277]

@@ -15,6 +15,7 @@ from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
+from germline.clock import clock
 from germline.genome import Genome
 from germline.kernels import home
 from germline.kernels.recorded import Recorded
@@ -121,6 +122,7 @@ class Evaluator:
         generation, blocks = self.generation(candidates, batch), self.blocks(population)[share]
         return torch.cat([self.block_scores(generation, members) for members in blocks])
 
+    @clock("forward")
     def score_block(self, generation: Generation, members: NDArray[np.int64]) -> NDArray[np.float32]:
         return self.block_scores(generation, members).cpu().numpy()
 
@@ -184,9 +186,11 @@ class Evaluator:
         with torch.enable_grad():
             centre = theta.detach().clone().requires_grad_(True)
             score = self.score_at(centre, batch)
-            (gradient,) = torch.autograd.grad(score, centre)
+            with clock("backward"):
+                (gradient,) = torch.autograd.grad(score, centre)
         return score.detach().float().cpu().numpy().reshape(1), gradient
 
+    @clock("forward")
     def score_at(self, theta: torch.Tensor, batch: Batch) -> Any:
         """The score of the module with these weights."""
         module = self.mine()
