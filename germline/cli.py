@@ -20,7 +20,7 @@ from rich.table import Table
 
 from germline import trainer
 from germline.api import free_directory
-from germline.errors import BadInput, Lost, unknown
+from germline.errors import BadInput, Failed, Lost, unknown
 from germline.fleet import SPMD, TIMEOUT, Elastic, Exchange, Local, keys, launched, run_here
 from germline.genome import Genome, theta_sha256
 from germline.header import settings_of
@@ -55,7 +55,7 @@ def worded(function: F) -> F:
             function(*arguments, **options)
         except BadInput as error:
             print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(2) from None
+            raise typer.Exit(1 if isinstance(error, Failed) else 2) from None
         except Lost as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None

@@ -16,6 +16,10 @@ class BadInput(ValueError):
     """
 
 
+class Failed(BadInput):
+    """What was asked for was right, but the machine could not do it: a full disk, for example."""
+
+
 class Lost(RuntimeError):
     """The other processes of a fleet are gone: this one ends, and whoever launched it may start all of them again."""
 

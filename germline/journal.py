@@ -5,6 +5,7 @@ values of the schedules, so that a record cannot change unnoticed; what is not c
 checksum of its own. A record that has been appended survives a power cut once ``commit`` has returned.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from germline import noise
-from germline.errors import BadInput
+from germline.errors import BadInput, Failed
 from germline.genome import theta_sha256
 from germline.strategies.base import Told, pack, unpack
 
@@ -265,13 +266,15 @@ def usable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        raise BadInput(
+        kind = Failed if any(word in str(error) for word in ("full", "I/O")) else BadInput
+        raise kind(
             f"The journal of {path} cannot be used: {error}. Check the disk and who else uses the run."
         ) from error
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise BadInput(f"The journal of {path} is damaged ({error}): restore the run from a copy.") from error
     except OSError as error:
-        raise BadInput(f"{path} cannot be written: {error.strerror or error}.") from error
+        kind = Failed if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else BadInput
+        raise kind(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def write_whole(file: Path, content: bytes) -> None:

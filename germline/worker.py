@@ -133,7 +133,7 @@ class Follower:
             self.load(head, arrays)
         elif head["op"] == "batch":
             self.take(head, arrays)
-        elif head["op"] == "job" and head["generation"] >= self.newest:
+        elif head["op"] == "job":
             return self.job(head, arrays)
         return None
 
@@ -162,6 +162,8 @@ class Follower:
 
     def job(self, head: Head, arrays: list[bytes]) -> tuple[Head, list[bytes]]:
         about = {key: head[key] for key in ECHOED}
+        if head["generation"] < self.newest:
+            return about | {"op": "dropped"}, []
         if head["version"] != self.version:
             return about | {"op": "stale"}, []
         training = self.followed

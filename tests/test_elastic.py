@@ -195,7 +195,7 @@ def test_whatever_fails_the_result_is_the_same(fault: Fault, fleet: Fleet, expec
         fleet.coordinator.wait()
         size = (fleet.folder / "runs" / "run" / "journal.sqlite").stat().st_size
         fleet.serve(limit=size + 4096)
-        assert fleet.coordinator.wait(120) != 0
+        assert fleet.coordinator.wait(120) == 1
         assert "error: " in fleet.words()
         fleet.serve()
         summary = fleet.ended()
@@ -358,6 +358,40 @@ def test_only_workers_of_the_same_authority_are_let_in(tmp_path: Path) -> None:
         for process in (serving, *others):
             process.kill()
             process.communicate()
+
+
+def test_the_keys_of_a_worker_do_not_make_a_coordinator(tmp_path: Path) -> None:
+    keys.init(tmp_path)
+    worker = keys.add(tmp_path, "machine")
+    for server, accepted in ((tmp_path, True), (worker, False)):
+        said: list[str] = []
+        here, there = socket.socketpair()
+        contexts = [(keys.context(server, server=True), there, True), (keys.context(worker, server=False), here, False)]
+        met = [threading.Thread(target=shake_hands, args=(*one, said)) for one in contexts]
+        for thread in met:
+            thread.start()
+        for thread in met:
+            thread.join(20)
+        assert said == ([] if accepted else ["SSLCertVerificationError"])
+
+
+def shake_hands(context: Any, end: socket.socket, server: bool, said: list[str]) -> None:
+    """One end of a connection; what the one that opened it has against the other."""
+    try:
+        context.wrap_socket(end, server_side=server).close()
+    except OSError as error:
+        end.close()
+        if not server:
+            said.append(type(error).__name__)
+
+
+def test_workers_that_cannot_begin_are_not_started_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nos._exit(7)\n")
+    fleet = gl.Elastic(device="cpu", workers=1, recipe=str(tmp_path / "mine.py"))
+    search = gl.Search(torch.nn.Linear(4, 2), gl.OpenAIES(population=8), loss=torch.nn.functional.mse_loss, fleet=fleet)
+    with pytest.raises(gl.BadInput, match="exit code 7"):
+        search.step(torch.zeros(3, 4), torch.zeros(3, 2))
+    fleet.close()
 
 
 def test_without_keys_only_this_machine_is_listened_to(tmp_path: Path) -> None:

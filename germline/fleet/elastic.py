@@ -13,6 +13,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Mapping
@@ -27,7 +28,8 @@ from numpy.typing import NDArray
 
 from germline import noise
 from germline.errors import BadInput
-from germline.fleet.deck import Chunk, Deck
+from germline.fleet import keys as certificates
+from germline.fleet.deck import AT_ONCE, Chunk, Deck
 from germline.fleet.hub import (
     BEATS,
     PARENT,
@@ -67,6 +69,7 @@ RECENT = 0.3  # weight of the latest measurement of a worker's speed
 TICK = 0.02  # seconds between looks at who is late
 PREPARING = 600.0  # seconds for a worker to build the run
 STRIKES = 6  # answers in a row that a worker may make with other weights
+VAIN = 3  # workers started here that may die before one of them is let in
 FORGIVEN = 50  # generations after which a worker that was too slow to be of use is tried again
 
 
@@ -91,6 +94,7 @@ class Worker:
     busy: float = 0.0  # seconds of work
     answers: int = 0
     strikes: int = 0  # how often it had other weights than it was sent
+    owes: set[tuple[int, int]] = field(default_factory=set)  # task and chunk of each answer that is awaited
 
     @property
     def name(self) -> str:
@@ -124,8 +128,8 @@ class Elastic(Local):
     """A coordinator of workers on any machines; ``address`` is where it listens, port 0 is any.
 
     ``keys`` is a folder of certificates ('germline keys'), without which only this machine is listened to. ``workers``
-    are started here, for ``recipe``; others are started by 'germline worker'. A worker that says nothing for
-    ``timeout`` seconds is given up.
+    are started here, for ``recipe``, by keys made for them where none are given; others are started by 'germline
+    worker'. A worker that says nothing for ``timeout`` seconds is given up.
 
     >>> fleet = Elastic()
     >>> fleet.hub.host
@@ -158,6 +162,12 @@ class Elastic(Local):
         self.counted = (0, 0)
         self.past = [0, 0]  # bytes of connections that have ended
         self.waited = 0.0  # when it was last said that nobody is here
+        self.vain = 0  # workers started here that have died since one was let in
+        self.private: tempfile.TemporaryDirectory[str] | None = None  # keys of workers started here
+        if workers and keys is None:  # or anybody who can log in here could join
+            self.private = tempfile.TemporaryDirectory(prefix="germline-keys-")
+            keys = Path(self.private.name, "keys")
+            certificates.init(keys)
         self.hub = Hub(host, port, Path(keys) if keys is not None else None, self._greet, timeout)
         self.timeout = timeout
         self.started: list[subprocess.Popen[bytes]] = []
@@ -184,6 +194,11 @@ class Elastic(Local):
                 continue
             if there is not None:
                 there.communicate()
+                self.vain += 1
+            if self.vain > VAIN:
+                raise BadInput(
+                    f"Workers started here end before they can work (exit code {there and there.returncode})."
+                )
             new = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
             self.started[place : place + 1] = [new]
 
@@ -198,6 +213,8 @@ class Elastic(Local):
             process.kill()
             process.communicate()
         self.started = []
+        if self.private is not None:
+            self.private.cleanup()
 
     # Admission
 
@@ -300,7 +317,10 @@ class Elastic(Local):
                 self.remembered -= self.records.pop(min(self.records)).scores.nbytes
             before = str(told.generation)
             for worker in self.crew.values():
-                if worker.whole and worker.version == before and self._follows(worker, strategy, state, told):
+                behind = any(task < self.task for task, _ in worker.owes)  # it hears of it when it has caught up
+                if behind or not worker.whole or worker.version != before:
+                    continue
+                if self._follows(worker, strategy, state, told):
                     self._tell(worker, told.generation, told.generation + 1)
         self.generation = told.generation + 1
         return super().advance(update, strategy, state, told, field, maximize=maximize)
@@ -451,7 +471,7 @@ class Elastic(Local):
         self._hear(None, 0.0)
         for worker in self.crew.values():
             if self.generation - worker.latest > FORGIVEN:  # it was too slow: perhaps it is not any more
-                worker.latest, worker.rates = self.generation, {}
+                worker.latest, worker.rates, worker.owes = self.generation, {}, set()
         deck = Deck(task.pieces, {n: worker.rates.get(task.kind, 0.0) for n, worker in self.crew.items()})
         task.head |= {"op": "job", "kind": task.kind, "version": origin.version}
         task.head |= {"plan": dict(vars(evaluator.plan)) if evaluator is not None else None}
@@ -460,7 +480,8 @@ class Elastic(Local):
         digest, known = None, None  # of the State, if they are needed
         while not deck.finished:
             for number, worker in list(self.crew.items()):
-                while (chunk := deck.take(number, time.monotonic())) is not None:
+                while len(worker.owes) < AT_ONCE and (chunk := deck.take(number, time.monotonic())) is not None:
+                    worker.owes.add((self.task, chunk.number))
                     self._bring_up(worker, origin, origin.strategy)
                     if origin.given is not None and worker.batch != origin.batch:
                         self.hub.send(worker.peer, *sent(origin.given, origin.batch))
@@ -470,19 +491,21 @@ class Elastic(Local):
                     self.hub.send(worker.peer, head | {"check": check}, task.arrays(chunk.first, chunk.last))
             waits = TICK if self.crew else 1.0
             for worker, message in self._hear(deck, waits):
-                named = message.head.get("chunk")
-                chunk = deck.out.get(named) if isinstance(named, int) else None
-                if chunk is None or message.head.get("task") != self.task or chunk.worker != worker.peer.number:
+                dealt, named, op = (message.head.get(key) for key in ("task", "chunk", "op"))
+                if isinstance(dealt, int) and isinstance(named, int):
+                    worker.owes.discard((dealt, named))
+                chunk = deck.out.get(named) if isinstance(named, int) and dealt == self.task else None
+                if chunk is None or chunk.worker != worker.peer.number:
                     self._late(worker, message.head)
                     continue  # an answer that nobody waits for any more
                 self._measured(worker, task.kind, chunk.size, message.head.get("seconds"))
-                if not deck.wanted(chunk):
+                if op == "dropped" or not deck.wanted(chunk):
                     deck.returned(chunk.number)
                     continue
                 digest = digest or (theta_sha256(origin.state.theta) if "theta" in message.head else None)
                 known = known or bits(origin.strategy, origin.state)
                 try:
-                    stale = message.head.get("op") == "stale"
+                    stale = op == "stale"
                     if stale or message.head.get("theta", digest) != digest or message.head.get("bits", known) != known:
                         worker.strikes += 1
                         if worker.strikes > STRIKES:
@@ -556,6 +579,7 @@ class Elastic(Local):
             if event.kind == "joined" and about["run"] != (self.invitation or {}).get("run"):
                 self.hub.loop.call_soon_threadsafe(event.peer.stream.abort)  # it comes again, for this run
             elif event.kind == "joined":
+                self.vain = 0
                 self.crew[number] = Worker(event.peer, about.get("version"), bool(about.get("whole")), about["tell"])
                 self.hub.say(f"worker {about.get('name')} has joined: {about.get('device')}, {about.get('machine')}")
                 if deck is not None:

@@ -31,7 +31,7 @@ def init(folder: Path) -> None:
     made = made.add_extension(crypto.x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     write(folder / "ca.pem", crypto.pem(made.sign(key, crypto.hashes.SHA256())))
     write(folder / "ca.key", crypto.private(key), secret=True)
-    issue(folder, folder, "coordinator")
+    issue(folder, folder, "coordinator", server=True)
 
 
 def add(folder: Path, name: str) -> Path:
@@ -49,16 +49,17 @@ def add(folder: Path, name: str) -> Path:
     return made
 
 
-def issue(authority: Path, folder: Path, name: str) -> None:
-    """A key and its certificate, signed by the authority."""
+def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> None:
+    """A key and its certificate, signed by the authority; that of a worker does not make it a coordinator."""
     crypto = cryptography()
     parent = crypto.x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes())
     signer = crypto.load_key((authority / "ca.key").read_bytes())
     key = crypto.ec.generate_private_key(crypto.ec.SECP256R1())
-    both = [crypto.oid.ExtendedKeyUsageOID.SERVER_AUTH, crypto.oid.ExtendedKeyUsageOID.CLIENT_AUTH]
+    usages = crypto.oid.ExtendedKeyUsageOID
+    allowed = [usages.CLIENT_AUTH, *([usages.SERVER_AUTH] if server else [])]
     made = crypto.certificate(crypto.name(name), key.public_key()).issuer_name(parent.subject)
     made = made.add_extension(crypto.x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    made = made.add_extension(crypto.x509.ExtendedKeyUsage(both), critical=False)
+    made = made.add_extension(crypto.x509.ExtendedKeyUsage(allowed), critical=False)
     made = made.add_extension(
         crypto.x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
     )
