@@ -3,9 +3,9 @@
     python benchmarks/soak.py [--minutes 30] [--every 20] [--workers 4] [--seed 0]
 
 Trains ``digits`` with a fleet of local workers; every so many seconds something happens to one of them, or to the
-coordinator itself, which is started again. At the end: whether the result is that of an undisturbed run in one process,
-whether every generation is in the journal, how the coordinator's memory went, and how long recoveries took. A recovery
-lasts from a fault to the next generation that is finished after it.
+coordinator itself, which is started again. At the end it is interrupted: whether the result is that of an undisturbed
+run of as many generations in one process, whether every generation is in the journal, how the coordinator's memory
+went, and how long recoveries took. A recovery lasts from a fault to the next generation that is finished after it.
 """
 
 import argparse
@@ -27,8 +27,10 @@ from typing import Any
 from germline.fleet.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
-RUN = ["digits", "--population", "128", "--device", "cpu", "--json"]
+RUN = ["digits", "--population", "64", "--device", "cpu", "--json"]
 FAULTS = ("kill", "freeze", "slow", "coordinator")
+ENDLESS = 10**9  # generations
+INTERRUPTED = 130  # exit code
 EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds
 Process = subprocess.Popen  # of bytes
 
@@ -53,7 +55,6 @@ def memory(process: int) -> int:
 class Soak:
     folder: Path
     count: int
-    length: int  # generations
     port: int = field(default_factory=free_port)
     status: int = field(default_factory=free_port)
     workers: list["Process[bytes]"] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Soak:
 
     def serve(self) -> None:
         where = ["--listen", f"127.0.0.1:{self.port}", "--status", f"127.0.0.1:{self.status}"]
-        what = [*RUN, "--generations", str(self.length), "--name", "soak"]
+        what = [*RUN, "--generations", str(ENDLESS), "--name", "soak"]
         with (self.folder / "said.txt").open("a") as said, (self.folder / "result.txt").open("w") as result:
             command = [*GERMLINE, "serve", *what, *where, "--runs", str(self.run.parent)]
             self.coordinator = subprocess.Popen(command, stdout=result, stderr=said)
@@ -131,8 +132,8 @@ def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> Non
     print(f"weights: {summary['theta_sha256'][:12]}, {'the same as' if same else 'NOT those'} of one process")
     with closing(sqlite3.connect(soak.run / "journal.sqlite")) as connection:
         kept = [row[0] for row in connection.execute("SELECT generation FROM record ORDER BY generation")]
-    whole = [g for g in kept if g >= 0] == list(range(soak.length))
-    print(f"generations in the journal: {len(kept)} of {soak.length}, {'none' if whole else 'SOME'} lost")
+    whole = [g for g in kept if g >= 0] == list(range(summary["generations"]))
+    print(f"generations in the journal: {len(kept)} of {summary['generations']}, {'none' if whole else 'SOME'} lost")
     for sizes in soak.sizes:
         settled = sizes[len(sizes) // 5 :]  # once it has started
         if len(settled) >= 1000:
@@ -149,13 +150,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--generations", type=int, help="of the run; about as many as fit if not given")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
-        length = arguments.generations or int(700 * arguments.minutes)
-        soak = Soak(Path(folder), arguments.workers, length)
+        soak = Soak(Path(folder), arguments.workers)
         soak.serve()
         soak.workers = [soak.join() for _ in range(arguments.workers)]
         ends = time.monotonic() + 60 * arguments.minutes
@@ -169,11 +168,13 @@ def main() -> None:
                 soak.strike(fault, chance)
                 soak.recoveries[fault].append(soak.recovered(began, before))
                 print(f"generation {before}: {fault}, {soak.recoveries[fault][-1]:.2f} s", flush=True)
-            soak.wait(time.monotonic() + 1800)
+            soak.coordinator.send_signal(signal.SIGINT)
+            soak.wait(time.monotonic() + 120)
             said = (Path(folder) / "result.txt").read_text()
-            if soak.coordinator.returncode != 0:
+            if soak.coordinator.returncode != INTERRUPTED:
                 sys.exit((Path(folder) / "said.txt").read_text()[-2000:])
-            report(soak, json.loads(said.splitlines()[-1]), alone(Path(folder), length))
+            summary = json.loads(said.splitlines()[-1])
+            report(soak, summary, alone(Path(folder), summary["generations"]))
         finally:
             for process in (soak.coordinator, *soak.workers):
                 process.kill()

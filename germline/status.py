@@ -74,7 +74,8 @@ class Status:
         rows = list(training.history) if training is not None else []
         step = -(-len(rows) // POINTS) or 1
         metrics = dict(training.metrics) if training is not None else {}
-        numbers: dict[str, Any] = {"generations": len(rows)}
+        generation = training.generation if training is not None else 0
+        numbers: dict[str, Any] = {"generations": generation}
         if rows:
             numbers |= {"best score": f"{rows[-1]['best']:.4g}", "mean score": f"{rows[-1]['mean']:.4g}"}
         numbers |= {"generations a second": f"{self.rate():.2f}"}
@@ -84,7 +85,7 @@ class Status:
             "strategy": training.core.strategy.name if training is not None else "",
             "run": str(training.path) if training is not None else "",
             "address": f"{fleet.hub.host}:{fleet.hub.port}",
-            "generation": len(rows),
+            "generation": generation,
             "generations_per_second": self.rate(),
             "numbers": numbers,
             "metrics": metrics,

@@ -12,6 +12,15 @@ from germline.run import Run
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
 
 
+def lower_is_better(metric: str) -> bool:
+    """By its name.
+
+    >>> lower_is_better("test_mse"), lower_is_better("test_accuracy")
+    (True, False)
+    """
+    return metric.endswith(LOWER_IS_BETTER)
+
+
 @dataclass(frozen=True)
 class Target:
     """A metric and the value at which it is good enough."""
@@ -34,7 +43,7 @@ class Target:
             value = float(match[3])
         except ValueError:
             raise BadInput(f"A target is METRIC=VALUE, such as dev_accuracy=0.95, not {given!r}.") from None
-        return cls(match[1], value, match[2] == "<=" or (match[2] == "=" and match[1].endswith(LOWER_IS_BETTER)))
+        return cls(match[1], value, match[2] == "<=" or (match[2] == "=" and lower_is_better(match[1])))
 
     def reached(self, metrics: Mapping[str, float]) -> bool:
         value = metrics.get(self.metric)
@@ -48,10 +57,13 @@ class Stop:
     generations: int | None = None
     seconds: float | None = None
     target: Target | None = None
+    evaluations: int | None = None  # forward passes of a batch, of which a backward pass counts as two
 
     def __post_init__(self) -> None:
         if self.generations is not None and self.generations < 0:
             raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
+        if self.evaluations is not None and self.evaluations < 0:
+            raise BadInput(f"The number of evaluations must not be negative, but is {self.evaluations}.")
         if self.seconds is not None and not 0 <= self.seconds < float("inf"):
             raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
 
@@ -68,6 +80,8 @@ class Stop:
             return "target"
         if self.generations is not None and training.generation >= self.generations:
             return "generations"
+        if self.evaluations is not None and training.samples >= self.evaluations * training.batch_size:
+            return "evaluations"
         seconds, interrupted = training.core.fleet.heard(training.seconds, training.interrupted)
         if self.seconds is not None and seconds >= self.seconds:
             return "seconds"

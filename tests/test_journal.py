@@ -20,8 +20,7 @@ from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.journal import Journal
 from germline.recipe import seeded
-from germline.report import rows_of
-from germline.run import Row, Run
+from germline.run import Row, Run, rows_of
 from germline.stopping import Stop
 from germline.strategies import Gradient, Told
 

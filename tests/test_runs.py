@@ -177,3 +177,16 @@ def test_golden_trajectories(name: str, device: str) -> None:
 
 def test_every_example_has_a_golden_trajectory() -> None:
     assert set(GOLDEN) == set(OWN)
+
+
+def test_a_long_run_is_kept_in_the_journal_and_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("germline.run.REMEMBERED", 40)
+    monkeypatch.setattr("germline.run.LATE", 10)
+    net, x = torch.nn.Linear(2, 1), torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    kept: list[int] = []
+    result = gl.train(
+        net, (x, x[:, :1]), loss=torch.nn.functional.mse_loss, strategy=gl.OpenAIES(population=4), generations=300,
+        run=tmp_path / "run", callbacks=[lambda training, row: kept.append(len(training.history))],
+    )  # fmt: skip
+    assert max(kept) <= 40
+    assert [row["generation"] for row in result.history] == list(range(300))

@@ -17,20 +17,28 @@ from germline.recipe import Recipe
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
 from germline.recipes.hybrid_es import hybrid_es_convnet, hybrid_es_mnist
-from germline.recipes.mnist import mnist_mlp
+from germline.recipes.mnist import mnist_conv, mnist_mlp
+from germline.recipes.nuclei import unet_nuclei
 from germline.recipes.pesgd import pesgd_mnist
+from germline.recipes.series import lstm_etth1, lstm_temperature
+from germline.recipes.threshold import threshold_digits
 from germline.strategies.settings import parse
 
 Maker = Callable[..., Recipe]
 RECIPES: dict[str, Maker] = {
     "digits": digits,
     "mnist-mlp": mnist_mlp,
+    "mnist-conv": mnist_conv,
     "mnist-3m": mnist_3m,
     "cif-900k": cif_900k,
     "cif-8m": cif_8m,
     "hybrid-es-mnist": hybrid_es_mnist,
     "hybrid-es-convnet": hybrid_es_convnet,
     "pesgd-mnist": pesgd_mnist,
+    "unet-nuclei": unet_nuclei,
+    "lstm-temperature": lstm_temperature,
+    "lstm-etth1": lstm_etth1,
+    "threshold-digits": threshold_digits,
 }
 
 

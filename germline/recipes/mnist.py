@@ -1,4 +1,4 @@
-"""MNIST's handwritten digits by a net with one hidden layer."""
+"""MNIST's handwritten digits by a net with one hidden layer, and by a small convolutional one."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -26,4 +26,31 @@ def mnist_mlp(*, seed: int = 0, hidden: int = 256, batch_size: int = 256, steps:
         generations=steps,
         evaluate_every=200,
         snapshot_every=1000,
+    )
+
+
+def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 128, steps: int = 15000) -> Recipe:
+    """MNIST by two convolutions of 5 x 5 and a linear layer; the learning rate falls to nothing over so many steps."""
+    data = mnist()
+    parts = [(x.view(-1, 1, 28, 28), y) for x, y in (data.train, data.dev, data.test)]
+    return Recipe(
+        model=seeded(seed, lambda: convolutional(width)),
+        data=parts[0],
+        dev=parts[1],
+        test=parts[2],
+        loss=F.cross_entropy,
+        strategy=OpenAIES(population=1024, sigma=0.05, lr=Schedule("linear", 0.01, 0.0, steps), rank=1),
+        others={"gradient": Gradient(lr=Schedule("linear", 0.002, 0.0, steps))},
+        batch_size=batch_size,
+        generations=steps,
+        evaluate_every=200,
+        snapshot_every=1000,
+    )
+
+
+def convolutional(width: int) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(width, 2 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(2 * width * 7 * 7, 10)),
     )

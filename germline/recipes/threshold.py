@@ -1,0 +1,57 @@
+"""Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by accuracy itself."""
+
+import typing
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from germline.data import digits
+from germline.objective import accuracy
+from germline.recipe import Recipe, seeded
+from germline.strategies import GA, PSO, SNES, MuLambda, OpenAIES
+from germline.strategies.settings import check_choice
+
+Weights = Literal["real", "binary"]
+
+
+class Threshold(nn.Module):
+    """On above 0, else off.
+
+    >>> Threshold()(torch.tensor([-0.1, 0.1]))
+    tensor([0., 1.])
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x > 0).to(x.dtype)
+
+
+class Binary(nn.Linear):
+    """Weights of which the sign alone counts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, torch.where(self.weight > 0, 1.0, -1.0).to(x.dtype), self.bias)
+
+
+def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "real") -> Recipe:
+    """Digits of 8 x 8 pixels by neurons that are on or off, with weights of one bit if wanted, for accuracy itself."""
+    check_choice("weights", weights, typing.get_args(Weights))
+    layer = nn.Linear if weights == "real" else Binary
+    data = digits()
+    return Recipe(
+        model=seeded(seed, lambda: nn.Sequential(layer(64, hidden), Threshold(), layer(hidden, 10))),
+        data=data.train,
+        dev=data.dev,
+        test=data.test,
+        score=accuracy,
+        metrics={"accuracy": accuracy},
+        strategy=OpenAIES(population=256, sigma=0.1, lr=0.03),
+        others={
+            "snes": SNES(population=256, sigma=0.1),
+            "mu-lambda": MuLambda(population=256, sigma=0.05),
+            "ga": GA(population=256, sigma=0.05),
+            "pso": PSO(population=256),
+        },
+        generations=600,
+    )
