@@ -1,5 +1,8 @@
 """MNIST's handwritten digits by a net with one hidden layer, and by a small convolutional one."""
 
+import typing
+from typing import Literal
+
 import torch.nn.functional as F
 from torch import nn
 
@@ -7,29 +10,42 @@ from germline.data import mnist
 from germline.recipe import Recipe, seeded
 from germline.schedule import Schedule
 from germline.strategies import Gradient, OpenAIES
+from germline.strategies.settings import check_choice
+
+Machine = Literal["card", "cores"]
+SIZES = {"card": (256, 4096, 256, 0.05), "cores": (64, 512, 512, 0.02)}  # hidden, population, batch, sigma
 
 
-def mnist_mlp(*, seed: int = 0, hidden: int = 256, batch_size: int = 256, steps: int = 15000) -> Recipe:
-    """MNIST by a net with one hidden layer; the learning rate falls to nothing over so many steps."""
-    data = mnist()
+def mnist_mlp(
+    *,
+    seed: int = 0,
+    machine: Machine = "card",
+    hidden: int | None = None,
+    batch_size: int | None = None,
+    steps: int = 15000,
+) -> Recipe:
+    """MNIST by a net with one hidden layer, for a card or for two cores; its learning rate falls over so many steps."""
+    check_choice("machine", machine, typing.get_args(Machine))
+    usual, population, usual_batch, sigma = SIZES[machine]
+    width, data = hidden or usual, mnist()
     return Recipe(
-        model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))),
+        model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))),
         data=data.train,
         dev=data.dev,
         test=data.test,
         loss=F.cross_entropy,
         strategy=OpenAIES(
-            population=4096, sigma=0.05, lr=Schedule("linear", 0.005, 0.0, steps), rank=1, weight_decay=0.1
+            population=population, sigma=sigma, lr=Schedule("linear", 0.005, 0.0, steps), rank=1, weight_decay=0.1
         ),
         others={"gradient": Gradient(lr=Schedule("linear", 0.001, 0.0, steps))},
-        batch_size=batch_size,
+        batch_size=batch_size or usual_batch,
         generations=steps,
         evaluate_every=200,
         snapshot_every=1000,
     )
 
 
-def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 128, steps: int = 15000) -> Recipe:
+def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 256, steps: int = 15000) -> Recipe:
     """MNIST by two convolutions of 5 x 5 and a linear layer; the learning rate falls to nothing over so many steps."""
     data = mnist()
     parts = [(x.view(-1, 1, 28, 28), y) for x, y in (data.train, data.dev, data.test)]
@@ -39,7 +55,7 @@ def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 128, steps: 
         dev=parts[1],
         test=parts[2],
         loss=F.cross_entropy,
-        strategy=OpenAIES(population=1024, sigma=0.05, lr=Schedule("linear", 0.01, 0.0, steps), rank=1),
+        strategy=OpenAIES(population=1024, sigma=0.02, lr=Schedule("linear", 0.01, 0.0, steps), rank=1),
         others={"gradient": Gradient(lr=Schedule("linear", 0.002, 0.0, steps))},
         batch_size=batch_size,
         generations=steps,
@@ -50,7 +66,7 @@ def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 128, steps: 
 
 def convolutional(width: int) -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(1, width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(width, 2 * width, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(2 * width * 7 * 7, 10)),
+        *(nn.Conv2d(1, width, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(width, 2 * width, 5), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(2 * width * 4 * 4, 10)),
     )

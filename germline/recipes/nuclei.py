@@ -13,6 +13,7 @@ from torch import nn
 from germline.data import nuclei
 from germline.errors import BadInput
 from germline.recipe import Recipe, seeded
+from germline.schedule import Schedule
 from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
 
@@ -84,7 +85,9 @@ def crops(images: torch.Tensor, size: int) -> torch.Tensor:
     return found.permute(0, 2, 3, 1, 4, 5).reshape(-1, 1, size, size).contiguous()
 
 
-def unet_nuclei(*, seed: int = 0, size: Size = "small", batch_size: int = 32, crop: int = 64) -> Recipe:
+def unet_nuclei(
+    *, seed: int = 0, size: Size = "small", batch_size: int = 16, crop: int = 64, steps: int = 2000
+) -> Recipe:
     """Cell nuclei by a U-Net of 7,465 or 1,946,305 parameters; learns from squares, is judged by whole images."""
     check_choice("size", size, typing.get_args(Size))
     if crop < 16 or 256 % crop:
@@ -99,16 +102,16 @@ def unet_nuclei(*, seed: int = 0, size: Size = "small", batch_size: int = 32, cr
         test=data.test,
         loss=overlap,
         metrics={"dice": dice, "iou": iou},
-        strategy=OpenAIES(population=128, sigma=0.05, lr=0.02),
+        strategy=OpenAIES(population=64, sigma=0.05, lr=Schedule("linear", 0.04, 0.0, steps)),
         others={
-            "snes": SNES(population=128, sigma=0.05),
-            "mu-lambda": MuLambda(population=128, parents=16, sigma=0.03),
-            "ga": GA(population=128, parents=16, sigma=0.02),
-            "pso": PSO(population=128, sigma=0.1, decay=0.9),
-            "gradient": Gradient(lr=0.003),
+            "snes": SNES(population=64, sigma=0.05),
+            "mu-lambda": MuLambda(population=64, parents=8, sigma=0.03),
+            "ga": GA(population=64, parents=8, sigma=0.02),
+            "pso": PSO(population=64, sigma=0.1, decay=0.9),
+            "gradient": Gradient(lr=Schedule("linear", 0.003, 0.0, steps)),
         },
         batch_size=batch_size,
-        generations=1000,
-        evaluate_every=20,
+        generations=steps,
+        evaluate_every=50,
         snapshot_every=100,
     )

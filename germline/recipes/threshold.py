@@ -46,12 +46,13 @@ def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "rea
         test=data.test,
         score=accuracy,
         metrics={"accuracy": accuracy},
-        strategy=OpenAIES(population=256, sigma=0.1, lr=0.03),
+        strategy=OpenAIES(population=256, sigma=0.3, lr=0.1),
         others={
-            "snes": SNES(population=256, sigma=0.1),
-            "mu-lambda": MuLambda(population=256, sigma=0.05),
-            "ga": GA(population=256, sigma=0.05),
-            "pso": PSO(population=256),
+            "snes": SNES(population=256, sigma=0.3),
+            "mu-lambda": MuLambda(population=256, sigma=0.2),
+            "ga": GA(population=256, sigma=0.2),
+            "pso": PSO(population=256, sigma=0.3),
         },
+        dtype="float32",  # what is on and what is off is a matter of last bits
         generations=600,
     )
