@@ -37,8 +37,8 @@ def test_every_strategy_runs_every_recipe(name: str, strategy: str, tmp_path: Pa
     small = {} if strategy == "gradient" else {"population": 8} | ({"parents": 2} if hasattr(chosen, "parents") else {})
     found = gl.train(
         made.model, (made.data[0][:16], made.data[1][:16]), loss=made.loss, score=made.score, metrics=made.metrics,
-        strategy=type(chosen)(**{**vars(chosen), **small}), batch_size=8, generations=2, fleet=Local("cpu"), dtype="float32",
-        run=tmp_path / "run",
+        strategy=type(chosen)(**{**vars(chosen), **small}), batch_size=8, generations=2, fleet=Local("cpu"),
+        dtype="float32", run=tmp_path / "run",
     )  # fmt: skip
     assert np.isfinite([row["mean"] for row in found.history]).all()
 
