@@ -6,7 +6,6 @@ import inspect
 import itertools
 import json
 import os
-import re
 import shlex
 import sys
 import typing
@@ -21,7 +20,18 @@ from rich.table import Table
 
 from germline import trainer
 from germline.api import free_directory
-from germline.compare import Comparison, Variant, cells, heads, metric_of, note, write_comparison
+from germline.compare import (
+    Comparison,
+    Variant,
+    budget_of,
+    cells,
+    grid_of,
+    heads,
+    machine_of,
+    metric_of,
+    note,
+    write_comparison,
+)
 from germline.errors import BadInput, Failed, Lost, unknown
 from germline.fleet import SPMD, TIMEOUT, Elastic, Exchange, Local, keys, launched, run_here
 from germline.genome import Genome, theta_sha256
@@ -363,35 +373,6 @@ def sweep(
     folder = runs / (name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
     comparison = Comparison(folder, address(recipe), tuple(common), tuple(variants), seeds, jobs)
     show_comparison(comparison, metric, f"Germline: {recipe}, {len(variants)} settings", as_json=json_)
-
-
-def grid_of(settings: Sequence[str]) -> list[tuple[str, ...]]:
-    """All combinations of KEY=V1,V2; a comma within parentheses is part of a value.
-
-    >>> grid_of(["lr=1,linear(1, 0, 9)", "rank=none"])
-    [('lr=1', 'rank=none'), ('lr=linear(1, 0, 9)', 'rank=none')]
-    """
-    axes = []
-    for setting in settings:
-        key, equals, values = setting.partition("=")
-        if not equals or not key:
-            raise BadInput(f"--set takes KEY=V1,V2, not {setting!r}.")
-        axes.append([f"{key}={value.strip()}" for value in re.split(r",(?![^(]*\))", values)])
-    return list(itertools.product(*axes))
-
-
-def budget_of(generations: int | None, seconds: float | None, evaluations: int | None, target: str | None) -> list[str]:
-    """What each run is given to stop by."""
-    if generations is None and seconds is None and evaluations is None:
-        seconds = 60.0
-    given = {"generations": generations, "seconds": seconds, "evaluations": evaluations, "target": target}
-    return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
-
-
-def machine_of(device: str, dtype: str, workers: int | None, data: Path | None) -> list[str]:
-    given = {"workers": workers, "data": data and data.resolve()}
-    options = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
-    return ["--device", device, "--dtype", dtype, *options]
 
 
 def show_comparison(comparison: Comparison, metric: str | None, title: str, *, as_json: bool) -> None:

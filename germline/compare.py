@@ -4,10 +4,10 @@ Every run is a process of its own, ``germline train``, so that its memory is its
 what was interrupted goes on, and what has ended is not run again.
 """
 
-import base64
 import html
-import io
+import itertools
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -23,7 +23,7 @@ import numpy as np
 
 from germline.errors import BadInput
 from germline.journal import Journal, write_whole
-from germline.report import page, table
+from germline.report import embedded, page, table
 from germline.run import Row, rows_of
 from germline.stopping import lower_is_better
 
@@ -155,6 +155,35 @@ def ended(path: Path) -> bool:
     return outcome is not None and bool(outcome["stopped_by"] != "interrupt")
 
 
+def grid_of(settings: Sequence[str]) -> list[tuple[str, ...]]:
+    """All combinations of KEY=V1,V2; a comma within parentheses is part of a value.
+
+    >>> grid_of(["lr=1,linear(1, 0, 9)", "rank=none"])
+    [('lr=1', 'rank=none'), ('lr=linear(1, 0, 9)', 'rank=none')]
+    """
+    axes = []
+    for setting in settings:
+        key, equals, values = setting.partition("=")
+        if not equals or not key:
+            raise BadInput(f"--set takes KEY=V1,V2, not {setting!r}.")
+        axes.append([f"{key}={value.strip()}" for value in re.split(r",(?![^(]*\))", values)])
+    return list(itertools.product(*axes))
+
+
+def budget_of(generations: int | None, seconds: float | None, evaluations: int | None, target: str | None) -> list[str]:
+    """What each run is given to stop by."""
+    if generations is None and seconds is None and evaluations is None:
+        seconds = 60.0
+    given = {"generations": generations, "seconds": seconds, "evaluations": evaluations, "target": target}
+    return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+
+
+def machine_of(device: str, dtype: str, workers: int | None, data: Path | None) -> list[str]:
+    given = {"workers": workers, "data": data and data.resolve()}
+    options = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+    return ["--device", device, "--dtype", dtype, *options]
+
+
 def metric_of(trials: Sequence[Trial], wanted: str | None) -> str:
     """What variants are judged by: what was asked for, or the first metric of the test set."""
     names = sorted({name for trial in trials if trial.outcome for name in trial.outcome["metrics"]})
@@ -251,9 +280,7 @@ def curves(trials: Sequence[Trial], metric: str) -> str:
         axis.set(xlabel=label, ylabel=metric.replace("_", " "))
         axis.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    return f'<p><img alt="curves" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>'
+    return embedded(figure)
 
 
 def points(trial: Trial, metric: str, along: str) -> list[tuple[float, float]]:

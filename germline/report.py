@@ -128,6 +128,11 @@ def pictures(runs: Sequence[Reported]) -> str:
             axis.set_ylabel(what)
             axis.grid(alpha=0.3)
         row[0].legend(fontsize=8)
+    return embedded(figure)
+
+
+def embedded(figure: Any) -> str:
+    """A figure as part of a page."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=110)
     return f'<p><img alt="curves" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>'
