@@ -1,0 +1,70 @@
+"""The sweeps by which the recipes' settings were found: each a ``germline sweep``, resumable.
+
+    python benchmarks/sweeps.py [NAME ...] [--device D] [--jobs N] [--runs DIR]
+
+Sweeps of ``mnist-mlp`` have about the same cost, population x batch x steps x hidden units, in every row, so that they
+say what two cores can do best in a given time; a card only runs them sooner. Judged by the dev set.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+COMMON = ("--seeds", "1")
+CORES = ("mnist-mlp", "--set", "recipe.machine=cores")
+SWEEPS: dict[str, tuple[str, ...]] = {
+    # sigma and learning rate of a net with one hidden layer, by 512 members
+    "mlp-sigma": (
+        *CORES, "--set", "recipe.hidden=256", "--set", "recipe.batch_size=256", "--set", "recipe.steps=8000",
+        "--set", "sigma=0.01,0.02,0.05,0.1", "--set", "lr=linear(0.005, 0, 8000),linear(0.01, 0, 8000)",
+        "--generations", "8000", "--metric", "dev_accuracy",
+    ),
+    # the same work as many members or as many examples
+    "mlp-wide": (
+        *CORES, "--set", "recipe.hidden=128", "--set", "recipe.steps=8500", "--set", "population=512",
+        "--set", "recipe.batch_size=512", "--set", "weight_decay=0,0.1", "--set", "shaping=ranks,zscore",
+        "--generations", "8500", "--metric", "dev_accuracy",
+    ),
+    "mlp-batch": (
+        *CORES, "--set", "recipe.hidden=128", "--set", "recipe.steps=8500", "--set", "population=256",
+        "--set", "recipe.batch_size=1024", "--generations", "8500", "--metric", "dev_accuracy",
+    ),
+    "mlp-narrow": (
+        *CORES, "--set", "recipe.hidden=64", "--set", "recipe.steps=17000",
+        "--generations", "17000", "--metric", "dev_accuracy",
+    ),
+    "unet": (
+        "unet-nuclei", "--set", "population=64,128", "--set", "recipe.batch_size=8,16", "--set", "sigma=0.02,0.05",
+        "--set", "lr=0.03,linear(0.04, 0, 2000)", "--generations", "2000", "--metric", "dev_dice",
+    ),
+    "threshold": (
+        "threshold-digits", "--set", "sigma=0.1,0.2,0.3", "--set", "lr=0.03,0.05,0.1",
+        "--generations", "570", "--metric", "dev_accuracy",
+    ),
+    "etth1": (
+        "lstm-etth1", "--set", "sigma=0.02,0.05", "--set", "lr=0.003,0.01",
+        "--generations", "400", "--metric", "dev_mse",
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SWEEPS)}; all if none is given")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--runs", type=Path, default=Path("runs/sweeps"))
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name not in SWEEPS]
+    if unknown:
+        parser.error(f"there is no sweep {unknown[0]!r}: choose of {', '.join(SWEEPS)}")
+    for name in arguments.names or SWEEPS:
+        where = ["--device", arguments.device, "--jobs", str(arguments.jobs), "--runs", str(arguments.runs)]
+        print(f"{name}: germline sweep {' '.join(SWEEPS[name])}", flush=True)
+        words = ["sweep", *SWEEPS[name], *COMMON, *where, "--name", name]
+        subprocess.run([sys.executable, "-m", "germline", *words], check=True)
+
+
+if __name__ == "__main__":
+    main()
