@@ -275,8 +275,11 @@ def worker(
 
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
-    follower = worker.Follower(lambda settings, seed: make(recipe, settings, seed), Local(device, threads))
-    worker.run(coordinator, follower, name=name, keys=keys)
+    follower = worker.Follower(lambda settings, seed: make(recipe, settings, seed), Local(device, threads), recipe)
+    try:
+        worker.run(coordinator, follower, name=name, keys=keys)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 @keys_app.command("init")
@@ -573,9 +576,8 @@ def finish(
         write_report([(path.name, training.journal.header, rows, summary)], path / "report.html")
         training.journal.close()
     if summary["stopped_by"] == "interrupt" and first:
-        print(
-            f"interrupted after generation {training.generation}; go on with: germline resume {path}", file=sys.stderr
-        )
+        how = "the same command" if status is not None else f"germline resume {path}"
+        print(f"interrupted after generation {training.generation}; go on with: {how}", file=sys.stderr)
     if as_json and first:
         print(json.dumps(summary))
     elif not quiet and first:

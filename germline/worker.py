@@ -12,6 +12,7 @@ import platform
 import random
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -48,6 +49,7 @@ from germline.header import processor
 from germline.objective import Batch
 from germline.population import Plan
 from germline.recipe import Recipe
+from germline.recipes import RECIPES
 from germline.run import Run
 from germline.strategies import Told, unpack
 from germline.version import __version__
@@ -57,6 +59,9 @@ ECHOED = ("task", "chunk", "version", "kind", "first", "last")  # of a job, in i
 SILENCE = 15.0  # seconds after which a silent coordinator is given up
 
 Maker = Callable[[dict[str, str], int], Recipe]  # of a recipe's settings and a seed
+
+
+NOT_OURS = "The coordinator at {} and the keys {} are not of one authority: take a folder made by 'germline keys add'."
 
 
 class Refused(BadInput):
@@ -69,6 +74,7 @@ class Follower:
 
     make: Maker
     fleet: Local
+    recipe: str | None = None  # its name
     training: Run | None = None
     run: str | None = None  # which
     version: str | None = None  # of its State
@@ -84,6 +90,9 @@ class Follower:
 
     def begin(self, run: str, header: dict[str, Any]) -> tuple[Head, list[bytes]]:
         """Builds the run, and proves that it is the same."""
+        names = {self.recipe, header["recipe"]}
+        if len(names) > 1 and names <= set(RECIPES):  # a file may have another path
+            raise BadInput(f"the coordinator trains {header['recipe']}, and this worker was given {self.recipe}")
         if self.run != run:
             recipe = self.make(header["recipe_settings"], header["seed"])
             self.training = trainer.rebuilt(recipe, header, self.fleet, Path("the coordinator's run"), None)
@@ -231,6 +240,7 @@ class Worker:
     keys: Path | None = None
     say: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
     patience: float = SILENCE  # seconds
+    heard: bool = False  # whether the coordinator has ever said anything
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "germline-worker"))
 
     async def run(self) -> None:
@@ -245,10 +255,18 @@ class Worker:
                 opened = comm.connect(where, timeout=10, deserialize=False, **arguments)
                 stream = Stream(await asyncio.wait_for(opened, 20))
                 if await self.serve(stream):
+                    self.say("the run has ended")
                     return
-                self.say("the coordinator is gone; trying again")
-                pause = PAUSES[0]
+                if self.heard:
+                    self.say("the coordinator is gone; trying again")
+                    pause = PAUSES[0]
+                elif pause == PAUSES[0]:
+                    self.say(f"{self.address} ends the connection: {self.doubt}; trying again")
+            except ssl.SSLCertVerificationError as error:
+                raise Refused(NOT_OURS.format(self.address, self.keys)) from error
             except (OSError, TimeoutError, Gone) as error:
+                if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes(error)):
+                    raise Refused(NOT_OURS.format(self.address, self.keys)) from error
                 if pause == PAUSES[0]:
                     self.say(f"no coordinator at {self.address} ({first_line(error)}); trying again")
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
@@ -267,7 +285,7 @@ class Worker:
             ]
             while True:
                 head, arrays = await stream.read()
-                op = head.get("op")
+                op, self.heard = head.get("op"), True
                 if op == "ping":
                     await stream.write({"op": "pong"})
                 elif op == "refused":
@@ -285,6 +303,12 @@ class Worker:
                 task.cancel()
             stream.abort()
 
+    @property
+    def doubt(self) -> str:
+        """Why a coordinator might not speak to this worker."""
+        wants = "perhaps it wants keys (--keys)"
+        return wants if self.keys is None else f"perhaps it does not know the keys {self.keys}"
+
     async def work(self, stream: Stream, work: "asyncio.Queue[Message]") -> None:
         """What the coordinator asks for, one after the other, beside what is heard and said meanwhile."""
         loop = asyncio.get_running_loop()
@@ -300,11 +324,13 @@ class Worker:
         try:
             if head["op"] == "welcome":
                 try:
-                    return self.follower.begin(head["run"], head["header"])
+                    ready = self.follower.begin(head["run"], head["header"])
+                    what = f"{head['header']['recipe'] or 'a run begun in Python'} by {head['header']['strategy']}"
+                    self.say(f"working for {self.address}: {what}")
+                    return ready
                 except Exception as error:
                     said = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
-                    self.say(f"error: {said}")
-                    return {"op": "ready", "differs": said}, []
+                    return {"op": "ready", "differs": said.rstrip(".")}, []
             return self.follower.do(message)
         except Exception as error:
             self.say(f"a job failed: {type(error).__name__}: {error}")
@@ -329,7 +355,8 @@ class Worker:
 
 def run(address: str, follower: Follower, *, name: str | None = None, keys: Path | None = None) -> None:
     """Works for a coordinator until its run has ended."""
-    worker = Worker(address, follower, name or f"{socket.gethostname()}-{os.getpid()}", keys)
+    usual = keys.resolve().name if keys is not None else socket.gethostname()
+    worker = Worker(address, follower, name or f"{usual}-{os.getpid()}", keys)
 
     async def main() -> None:
         task = asyncio.ensure_future(worker.run())
@@ -345,9 +372,19 @@ def run(address: str, follower: Follower, *, name: str | None = None, keys: Path
 
 def end_with(loop: asyncio.AbstractEventLoop, task: "asyncio.Future[None]") -> None:
     """Ends a worker whose coordinator started it, and is gone without a word: then its standard input ends."""
-    with suppress(OSError, ValueError, RuntimeError):
-        sys.stdin.buffer.read()
+    with suppress(OSError, RuntimeError):
+        while os.read(0, 1):  # not by sys.stdin, which a thread must not hold when the process ends
+            pass
         loop.call_soon_threadsafe(task.cancel)
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    """An error, what it was raised from, and so on."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 def first_line(error: BaseException) -> str:

@@ -234,6 +234,8 @@ def test_a_fleet_is_one_command(expected: str, tmp_path: Path) -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["theta_sha256"] == expected
     assert summary["bytes_sent"] > 0
+    assert done.stderr.count("the run has ended") == 2
+    assert "Fatal" not in done.stderr
 
 
 def read(address: str) -> bytes:
@@ -259,7 +261,7 @@ def test_the_status_page_and_who_is_turned_away(long_fleet: Fleet) -> None:
     odd = [*GERMLINE, "worker", f"127.0.0.1:{fleet.port}", "--recipe", "mnist-3m", "--device", "cpu"]
     other = subprocess.run(odd, capture_output=True, text=True, timeout=120)
     assert other.returncode == 2
-    assert "turned this worker away" in other.stderr
+    assert "away: the coordinator trains digits, and this worker was given mnist-3m." in other.stderr
     fleet.wait(5)
     status = json.loads(read(f"http://127.0.0.1:{fleet.status}/status.json"))
     assert status["workers"][0]["device"] == "cpu"
@@ -351,6 +353,9 @@ def test_only_workers_of_the_same_authority_are_let_in(tmp_path: Path) -> None:
         time.sleep(12)
         assert "has joined" not in (tmp_path / "said").read_text()
         assert "TLS handshake failed" in (tmp_path / "said").read_text()
+        assert others[1].wait(30) == 2
+        assert others[1].stderr is not None
+        assert "not of one authority" in others[1].stderr.read()
         friend = subprocess.run([*join, "--keys", str(tmp_path / "ours" / "machine")], capture_output=True, text=True)
         assert friend.returncode == 0, friend.stderr
         assert serving.wait(60) == 0, (tmp_path / "said").read_text()

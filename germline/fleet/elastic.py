@@ -605,7 +605,8 @@ class Elastic(Local):
     def told_of_workers(self) -> list[dict[str, Any]]:
         """What people want to know of each worker."""
         crew = list(self.crew.values())
-        total = sum(sum(worker.rates.values()) for worker in crew) or 1.0
+        used = {worker.peer.number for worker in crew if self.generation - worker.latest <= 2}
+        total = sum(sum(worker.rates.values()) for worker in crew if worker.peer.number in used) or 1.0
         return [
             {
                 "name": worker.name,
@@ -613,7 +614,7 @@ class Elastic(Local):
                 "machine": worker.peer.about.get("machine"),
                 "state": worker.state(self.generation, self.timeout),
                 "members_per_second": self.block * sum(worker.rates.values()),
-                "share": sum(worker.rates.values()) / total,
+                "share": sum(worker.rates.values()) / total if worker.peer.number in used else 0.0,
                 "busy_seconds": worker.busy,
                 "answers": worker.answers,
                 "pieces": worker.pieces,
