@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from germline.errors import BadInput
 from germline.fleet import Local
 from germline.fleet.local import one_thread_each
 from germline.genome import Genome
+from germline.noise import Field
 from germline.objective import Batch, Objective, accuracy
 from germline.population import (
     Evaluator,
@@ -320,3 +322,27 @@ def test_memory_is_used_again_when_nobody_holds_it() -> None:
     for size in range(300, 400):  # many sizes are not kept for ever
         empty((300, size), like)
     assert len(arrays.of_size) <= 64
+
+
+def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:
+    """Two blocks that wait for each other: by one thread they would wait for ever."""
+    meeting, before = threading.Barrier(2, timeout=20.0), torch.get_num_threads()
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        meeting.wait()
+        return F.mse_loss(output, target)
+
+    module, x = nn.Linear(3, 1), torch.zeros(4, 3)
+    genome = Genome.of(module)
+    plan = Plan(8, "twins")
+    evaluator = Evaluator.of(module, genome, Objective(loss), torch.device("cpu"), plan)
+    candidates = Candidates(Field(1), 0, genome.read(module, torch.device("cpu")), 0.1)
+    batch = Batch.of((x, torch.zeros(4, 1)), torch.device("cpu"))
+    torch.set_num_threads(2)
+    try:
+        assert np.isfinite(Local("cpu").evaluate(evaluator, candidates, 16, batch)).all()
+        with pytest.raises(threading.BrokenBarrierError):
+            meeting.reset()
+            Local("cpu", workers=1).evaluate(evaluator, candidates, 16, batch)
+    finally:
+        torch.set_num_threads(before)

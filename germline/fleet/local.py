@@ -24,6 +24,7 @@ from germline.fleet.wire import sum_in_order
 from germline.noise import Field, rounded
 from germline.objective import Batch, seeded_generators
 from germline.population import WHOLE, Evaluator, exact_arithmetic
+from germline.population.block import Generation
 from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire
 
 T = TypeVar("T")
@@ -109,6 +110,8 @@ class Local:
         if recording is not None and recording.trusted:  # no code of anybody's runs
             assert batch is not None
             return recording.scores(candidates, batch).cpu().numpy()
+        # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
+        usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
         # what the code of a model or a score draws from the global generators is not the user's
         with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
             if recording is not None:
@@ -116,16 +119,14 @@ class Local:
                 return recording.scores(candidates, batch).cpu().numpy()
             if evaluator.device.type != "cpu":
                 return evaluator.scores(candidates, population, batch, share).cpu().numpy()
-            return self._score_on_threads(evaluator, candidates, population, batch, share)
+            blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
+            return self._score_on_threads(evaluator, generation, blocks, self.workers or usual)
 
     def _score_on_threads(
-        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, share: slice
+        self, evaluator: Evaluator, generation: Generation, blocks: list[NDArray[np.int64]], most: int
     ) -> NDArray[np.float32]:
         keep_memory()
-        # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
-        usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
-        blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
-        threads = min(self.workers or usual, len(blocks))
+        threads = min(most, len(blocks))
 
         def score(members: NDArray[np.int64]) -> NDArray[np.float32]:
             return evaluator.score_block(generation, members)
