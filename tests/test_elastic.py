@@ -315,7 +315,7 @@ def test_every_piece_is_done_once_and_the_slow_do_little() -> None:
             ends = {n: end for n, end in ends.items() if n in deck.out}
             continue
         deck.rates[worker] = speeds[worker]
-        answered = deck.answered(number)
+        answered = deck.answered(number, clock)
         if answered is not None:
             done.extend(range(answered.first, answered.last))
     assert sorted(done) == list(range(200))
@@ -330,7 +330,7 @@ def test_few_pieces_are_done_by_many_workers(workers: int, pieces: int) -> None:
         given = [chunk for worker in rates if (chunk := deck.take(worker, clock)) is not None]
         assert given or deck.out
         clock += 1.0
-        deck.answered(next(iter(deck.out)))
+        deck.answered(next(iter(deck.out)), clock)
 
 
 def test_only_workers_of_the_same_authority_are_let_in(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_memory_is_used_again_when_nobody_holds_it() -> None:
 
 def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:
     """Two blocks that wait for each other: by one thread they would wait for ever."""
-    meeting, before = threading.Barrier(2, timeout=20.0), torch.get_num_threads()
+    meeting, before = threading.Barrier(2, timeout=5.0), torch.get_num_threads()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         meeting.wait()
@@ -341,8 +341,8 @@ def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:
     torch.set_num_threads(2)
     try:
         assert np.isfinite(Local("cpu").evaluate(evaluator, candidates, 16, batch)).all()
+        meeting.reset()
         with pytest.raises(threading.BrokenBarrierError):
-            meeting.reset()
             Local("cpu", workers=1).evaluate(evaluator, candidates, 16, batch)
     finally:
         torch.set_num_threads(before)

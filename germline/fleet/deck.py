@@ -24,7 +24,7 @@ class Chunk:
     first: int
     last: int
     worker: int
-    since: float
+    since: float  # when it could begin with them
 
     @property
     def size(self) -> int:
@@ -81,7 +81,7 @@ class Deck:
             for chunk in self.out.values()
             if chunk.worker != worker
         )
-        if in_time and (1 + waiting) / own > 2 * left / total and self.rates.get(worker):
+        if in_time and (1 + waiting) / own > left / total and self.rates.get(worker):
             return None  # others are at it, and will have done it before
         size = max(math.ceil(self.left * own / total / AT_ONCE), math.floor(own * self.smallest), 1)
         if not self.rates.get(worker):  # first a little, to see how fast it is
@@ -121,17 +121,25 @@ class Deck:
     def wanted(self, chunk: Chunk) -> bool:
         return not self.done.issuperset(range(chunk.first, chunk.last))
 
-    def answered(self, number: int) -> Chunk | None:
+    def answered(self, number: int, now: float) -> Chunk | None:
         """The chunk of an answer, if anybody still waits for it; from here on it is done."""
-        chunk = self.out.pop(number, None)
+        chunk = self._taken_back(number, now)
         if chunk is None or not self.wanted(chunk):
             return None
         self.done.update(range(chunk.first, chunk.last))
         return chunk
 
-    def returned(self, number: int) -> None:
-        """A chunk that is not going to be answered."""
+    def _taken_back(self, number: int, now: float) -> Chunk | None:
+        """A chunk that its worker no longer has: it begins with its next one now."""
         chunk = self.out.pop(number, None)
+        for other in self.out.values():
+            if chunk is not None and other.worker == chunk.worker:
+                other.since = now
+        return chunk
+
+    def returned(self, number: int, now: float) -> None:
+        """A chunk that is not going to be answered."""
+        chunk = self._taken_back(number, now)
         if chunk is None or not self.wanted(chunk):
             return
         if not any(o.first == chunk.first and o.last == chunk.last for o in self.out.values()):
@@ -141,4 +149,4 @@ class Deck:
         """What a worker had is anybody's."""
         self.rates.pop(worker, None)
         for chunk in [chunk for chunk in self.out.values() if chunk.worker == worker]:
-            self.returned(chunk.number)
+            self.returned(chunk.number, chunk.since)

@@ -498,9 +498,11 @@ class Elastic(Local):
                 if chunk is None or chunk.worker != worker.peer.number:
                     self._late(worker, message.head)
                     continue  # an answer that nobody waits for any more
-                self._measured(worker, task.kind, chunk.size, message.head.get("seconds"))
+                self._measured(
+                    worker, task.kind, chunk.size, message.head.get("seconds"), time.monotonic() - chunk.since
+                )
                 if op == "dropped" or not deck.wanted(chunk):
-                    deck.returned(chunk.number)
+                    deck.returned(chunk.number, time.monotonic())
                     continue
                 digest = digest or (theta_sha256(origin.state.theta) if "theta" in message.head else None)
                 known = known or bits(origin.strategy, origin.state)
@@ -513,17 +515,17 @@ class Elastic(Local):
                         if not stale:
                             self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
                         worker.version, worker.whole = None, False
-                        deck.returned(chunk.number)
+                        deck.returned(chunk.number, time.monotonic())
                         continue
                     answer = self._believed(task, chunk, message, dtype)
                 except Untrue as error:
-                    deck.returned(chunk.number)
+                    deck.returned(chunk.number, time.monotonic())
                     self._turn_away(worker, deck, str(error))
                     continue
                 worker.strikes = 0
                 if "theta" in message.head:
                     worker.checked = self.generation
-                deck.answered(chunk.number)
+                deck.answered(chunk.number, time.monotonic())
                 task.found[chunk.first] = answer
                 worker.pieces += chunk.size
                 worker.latest = self.generation
@@ -547,12 +549,12 @@ class Elastic(Local):
                 raise Untrue("it finds other scores for the same members than the coordinator")
         return answer
 
-    def _measured(self, worker: Worker, kind: str, pieces: int, seconds: Any) -> None:
-        """The speed of a worker, by an answer of its."""
+    def _measured(self, worker: Worker, kind: str, pieces: int, seconds: Any, waited: float = 0.0) -> None:
+        """The speed of a worker, by an answer of its: with the way to it, and what else it had to do before."""
         if isinstance(seconds, int | float) and 0 < seconds < LONGEST:
             worker.busy += seconds
             worker.answers += 1
-            rate, before = pieces / max(seconds, 1e-6), worker.rates.get(kind)
+            rate, before = pieces / max(seconds, waited, 1e-6), worker.rates.get(kind)
             worker.rates[kind] = rate if before is None else before + RECENT * (rate - before)
 
     def _late(self, worker: Worker, head: Head) -> None:

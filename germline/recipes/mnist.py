@@ -3,6 +3,7 @@
 import typing
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -33,7 +34,7 @@ def mnist_mlp(
         data=data.train,
         dev=data.dev,
         test=data.test,
-        loss=F.cross_entropy,
+        loss=F.cross_entropy if machine == "card" else cross_entropy,
         strategy=OpenAIES(
             population=population, sigma=sigma, lr=Schedule("linear", 0.005, 0.0, steps), rank=1, weight_decay=0.1
         ),
@@ -43,6 +44,16 @@ def mnist_mlp(
         evaluate_every=200,
         snapshot_every=1000,
     )
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The usual one; of so few classes a CPU makes it four times as fast in this way.
+
+    >>> output, target = torch.tensor([[1.0, 2.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([1, 2])
+    >>> torch.allclose(cross_entropy(output, target), F.cross_entropy(output, target))
+    True
+    """
+    return (output.logsumexp(-1) - output.gather(-1, target[:, None])[:, 0]).mean()
 
 
 def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 256, steps: int = 15000) -> Recipe:
