@@ -14,7 +14,7 @@ from germline.strategies import Gradient, OpenAIES
 from germline.strategies.settings import check_choice
 
 Machine = Literal["card", "cores"]
-SIZES = {"card": (256, 4096, 256, 0.05), "cores": (64, 512, 512, 0.02)}  # hidden, population, batch, sigma
+SIZES = {"card": (256, 4096, 256, 0.05, 15000), "cores": (64, 512, 512, 0.02, 11000)}
 
 
 def mnist_mlp(
@@ -23,12 +23,12 @@ def mnist_mlp(
     machine: Machine = "card",
     hidden: int | None = None,
     batch_size: int | None = None,
-    steps: int = 15000,
+    steps: int | None = None,
 ) -> Recipe:
     """MNIST by a net with one hidden layer, for a card or for two cores; its learning rate falls over so many steps."""
     check_choice("machine", machine, typing.get_args(Machine))
-    usual, population, usual_batch, sigma = SIZES[machine]
-    width, data = hidden or usual, mnist()
+    usual_width, population, usual_batch, sigma, usual_steps = SIZES[machine]
+    width, steps, data = hidden or usual_width, steps or usual_steps, mnist()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10))),
         data=data.train,
