@@ -13,8 +13,9 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ class Comparison:
             for seed in range(self.seeds)
             for variant in self.variants
         ]
-        with ThreadPoolExecutor(self.jobs) as threads:
+        with ThreadPoolExecutor(self.jobs) as threads, interruptible():
             try:
                 list(threads.map(self.carry_out, trials))
             except KeyboardInterrupt:
@@ -132,6 +133,19 @@ class Comparison:
             journal.close()
         elif self.jobs > 1:  # else it has been shown
             self.say(f"{trial.variant.name}, seed {trial.seed}: {trial.failure}")
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C interrupts, also where this process was begun by a shell that has it ignored, as with ``&``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def heard(process: "subprocess.Popen[str]", *, show: bool) -> str:
