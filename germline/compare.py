@@ -56,6 +56,7 @@ class Trial:
     outcome: dict[str, Any] | None = None
     rows: list[Row] = field(default_factory=list)
     batch: int = 1
+    command: str = ""  # that repeats it
     failure: str = ""
 
 
@@ -125,11 +126,8 @@ class Comparison:
         if ended(trial.path):
             trial.failure = ""
             journal = Journal.open(trial.path, read_only=True)
-            trial.rows, trial.outcome, trial.batch = (
-                rows_of(journal),
-                journal.outcome(),
-                journal.header["batch_size"] or 1,
-            )
+            trial.rows, trial.outcome = rows_of(journal), journal.outcome()
+            trial.batch, trial.command = journal.header["batch_size"] or 1, str(journal.header.get("command", ""))
             journal.close()
         elif self.jobs > 1:  # else it has been shown
             self.say(f"{trial.variant.name}, seed {trial.seed}: {trial.failure}")
@@ -263,18 +261,11 @@ def write_comparison(trials: Sequence[Trial], metric: str, file: Path, title: st
     seeds = len({trial.seed for trial in trials})
     body = [f"<h1>{html.escape(title)}</h1>", table(heads(metric), [cells(row) for row in rows])]
     body += [f"<p>{note(seeds)}</p>", curves(trials, metric)]
-    commands = [[trial.path.name, command_of(trial)] for trial in trials if trial.outcome is not None]
+    commands = [[trial.path.name, trial.command] for trial in trials if trial.outcome is not None]
     body += ["<h2>The commands that repeat it</h2>", table(["run", "command"], commands)]
     write_whole(file, page(title, body))
     write_whole(file.with_suffix(".json"), json.dumps({"metric": metric, "rows": rows}, indent=1).encode())
     return rows
-
-
-def command_of(trial: Trial) -> str:
-    journal = Journal.open(trial.path, read_only=True)
-    command = str(journal.header.get("command", ""))
-    journal.close()
-    return command
 
 
 def curves(trials: Sequence[Trial], metric: str) -> str:

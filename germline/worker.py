@@ -262,8 +262,6 @@ class Worker:
                     pause = PAUSES[0]
                 elif pause == PAUSES[0]:
                     self.say(f"{self.address} ends the connection: {self.doubt}; trying again")
-            except ssl.SSLCertVerificationError as error:
-                raise Refused(NOT_OURS.format(self.address, self.keys)) from error
             except (OSError, TimeoutError, Gone) as error:
                 if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes(error)):
                     raise Refused(NOT_OURS.format(self.address, self.keys)) from error

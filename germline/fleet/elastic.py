@@ -100,11 +100,15 @@ class Worker:
     def name(self) -> str:
         return str(self.peer.about.get("name"))
 
+    def of_use(self, generation: int) -> bool:
+        """Whether an answer of its was used of late."""
+        return generation - self.latest <= 2
+
     def state(self, generation: int, timeout: float) -> str:
         """In a word or two."""
         if self.peer.stream.silent > timeout / 2:
             return "silent"
-        if generation - self.latest > 2:
+        if not self.of_use(generation):
             return "too slow to be of use" if any(self.rates.values()) else "new"
         return "follows by records" if self.whole else "is sent weights"
 
@@ -607,8 +611,7 @@ class Elastic(Local):
     def told_of_workers(self) -> list[dict[str, Any]]:
         """What people want to know of each worker."""
         crew = list(self.crew.values())
-        used = {worker.peer.number for worker in crew if self.generation - worker.latest <= 2}
-        total = sum(sum(worker.rates.values()) for worker in crew if worker.peer.number in used) or 1.0
+        total = sum(sum(worker.rates.values()) for worker in crew if worker.of_use(self.generation)) or 1.0
         return [
             {
                 "name": worker.name,
@@ -616,7 +619,7 @@ class Elastic(Local):
                 "machine": worker.peer.about.get("machine"),
                 "state": worker.state(self.generation, self.timeout),
                 "members_per_second": self.block * sum(worker.rates.values()),
-                "share": sum(worker.rates.values()) / total if worker.peer.number in used else 0.0,
+                "share": sum(worker.rates.values()) / total if worker.of_use(self.generation) else 0.0,
                 "busy_seconds": worker.busy,
                 "answers": worker.answers,
                 "pieces": worker.pieces,

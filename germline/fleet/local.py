@@ -110,8 +110,7 @@ class Local:
         if recording is not None and recording.trusted:  # no code of anybody's runs
             assert batch is not None
             return recording.scores(candidates, batch).cpu().numpy()
-        # a function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked
-        usual = 1 if evaluator.objective.of_model or evaluator.hooked else torch.get_num_threads()
+        threads = self.threads(evaluator)
         # what the code of a model or a score draws from the global generators is not the user's
         with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
             if recording is not None:
@@ -120,7 +119,15 @@ class Local:
             if evaluator.device.type != "cpu":
                 return evaluator.scores(candidates, population, batch, share).cpu().numpy()
             blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
-            return self._score_on_threads(evaluator, generation, blocks, self.workers or usual)
+            return self._score_on_threads(evaluator, generation, blocks, threads)
+
+    def threads(self, evaluator: Evaluator) -> int:
+        """Threads that may run the module's code at once; to be asked outside of ``one_thread_each``.
+
+        A function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked.
+        """
+        alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.hooked
+        return self.workers or (1 if alone else torch.get_num_threads())
 
     def _score_on_threads(
         self, evaluator: Evaluator, generation: Generation, blocks: list[NDArray[np.int64]], most: int
@@ -151,8 +158,7 @@ class Local:
         def one(part: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
             return weighed(evaluator, theta, part, size)
 
-        threads = 1 if evaluator.device.type != "cpu" or evaluator.hooked else torch.get_num_threads()
-        threads = min(self.workers or threads, len(parts))
+        threads = min(self.threads(evaluator), len(parts))
         with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
             found = list(map(one, parts) if threads < 2 else pool(threads).map(one, parts))
         scores = np.concatenate([score for score, _ in found]) if found else np.empty(0, np.float32)
