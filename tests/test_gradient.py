@@ -13,10 +13,13 @@ from torch import nn
 
 import germline as gl
 from germline import resources, trainer
+from germline.core import PLAIN
 from germline.fleet import Local
 from germline.fleet.wire import column_spans, pack, sum_in_order, unpack
+from germline.genome import Genome
 from germline.journal import Journal
-from germline.population import SlowPath
+from germline.objective import Batch, Objective
+from germline.population import Evaluator, SlowPath
 from germline.recipe import Recipe
 from germline.replay import verify
 from germline.strategies.base import Wire
@@ -107,6 +110,31 @@ def test_gradient_descent_in_slices_is_that_of_torch(tmp_path: Path) -> None:
         optimiser.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.allclose(training.core.state.theta, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_the_gradient_of_a_recurrent_net_is_that_of_torch(device: str) -> None:
+    """cuDNN has gradients of recurrent layers in training alone; where dropout would act, were it not off."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.LSTM(5, 6, num_layers=2, dropout=0.5, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.layers(x)[0][:, -1])
+            return out
+
+    module = gl.seeded(0, Last)
+    genome, x, y = Genome.of(module), X.reshape(20, 4, 5), X[:20, :3].argmax(1)
+    place = torch.device(device)
+    evaluator = Evaluator.of(module, genome, Objective(F.cross_entropy), place, PLAIN)
+    score, gradient = evaluator.gradient(genome.read(module, place), Batch.of((x, y), place))
+    loss = F.cross_entropy(module.eval()(x), y)
+    expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
+    assert torch.allclose(gradient.cpu(), expected, rtol=1e-4, atol=1e-6)
+    assert score[0] == pytest.approx(loss.item(), rel=1e-5)
+    assert not any(part.training for part in evaluator.mine().modules())
 
 
 def test_the_gradients_of_a_run_are_described(tmp_path: Path) -> None:

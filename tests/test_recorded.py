@@ -1,5 +1,6 @@
 """On a card generations are launched as a whole: with the bits of the code that was recorded, or not at all."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_launched_generations_have_the_bits_of_the_code(name: str, rank: int | N
         assert scores.tobytes() == expected.tobytes()
     (recording,) = evaluator.recordings.values()
     assert recording.trusted
+
+
+def test_older_recordings_may_be_garbage() -> None:
+    """An evaluator and its recordings hold each other: they are collected at any time, also while another records."""
+    usual = gc.get_threshold()
+    test_launched_generations_have_the_bits_of_the_code("mlp", 1, "float32")
+    gc.set_threshold(1, 1, 1)
+    try:
+        test_launched_generations_have_the_bits_of_the_code("mlp", 1, "float32")
+    finally:
+        gc.set_threshold(*usual)
 
 
 def test_code_that_changes_is_run_each_time() -> None:

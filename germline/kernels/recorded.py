@@ -1,6 +1,8 @@
 """Functions on a card that are recorded once and then launched as a whole, without Python between their kernels."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -66,7 +68,7 @@ class Recorded:
         graph = torch.cuda.CUDAGraph()
         try:
             stream = stream_of(self.memory[0].device)
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with uncollected(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.output = self.function(*self.memory)
         except Exception:  # it waits for the card, or asks for memory of the host
             torch.cuda.synchronize()
@@ -74,6 +76,18 @@ class Recorded:
             return
         self.graph = graph
         self.held = list(kept.values())  # arrays that the graph reads must outlive it
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected: were an older graph among it, destroying that would spoil what is being recorded."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @cache

@@ -183,7 +183,7 @@ class Evaluator:
 
     def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
         """The score of the centre on a batch, and its gradient by backprop."""
-        with torch.enable_grad():
+        with torch.enable_grad(), differentiable(self.mine()):
             centre = theta.detach().clone().requires_grad_(True)
             score = self.score_at(centre, batch)
             with clock("backward"):
@@ -264,6 +264,19 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
+def differentiable(module: nn.Module) -> Iterator[None]:
+    """Recurrent layers as cuDNN wants them for a gradient: in training, which without dropout computes the same."""
+    layers = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@contextmanager
 def evaluating(block: Block) -> Iterator[Block]:
     here.block = block
     try:
@@ -326,6 +339,8 @@ def prepared(module: nn.Module) -> nn.Module:
     """A copy that computes without side effects: dropout off, batch norm by the statistics of its own batch."""
     module = copy.deepcopy(module).eval()
     for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.dropout = 0.0
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.track_running_stats = False
             part.running_mean = part.running_var = None
