@@ -66,7 +66,9 @@ def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 256, steps: 
         dev=parts[1],
         test=parts[2],
         loss=F.cross_entropy,
-        strategy=OpenAIES(population=1024, sigma=0.02, lr=Schedule("linear", 0.01, 0.0, steps), rank=1),
+        strategy=OpenAIES(
+            population=1024, sigma=0.02, lr=Schedule("linear", 0.01, 0.0, steps), rank=1, weight_decay=0.1
+        ),
         others={"gradient": Gradient(lr=Schedule("linear", 0.002, 0.0, steps))},
         batch_size=batch_size,
         generations=steps,
