@@ -146,7 +146,7 @@ def busy() -> None:
 
 
 def slow() -> None:
-    run = ["digits", "--population", "2048", "--generations", "100000"]
+    run = ["digits", "--population", "4096", "--generations", "100000"]
     with fleet(run) as made, ExitStack() as stack:
         pair = [made.join(name) for name in ("one", "two")]
         made.wait(2)
