@@ -322,6 +322,25 @@ def test_every_piece_is_done_once_and_the_slow_do_little() -> None:
     assert clock < 2.5  # 200 pieces at 110 a second take 1.8
 
 
+@pytest.mark.parametrize("pieces", [32, 64, 128])
+def test_a_worker_ten_times_slower_costs_less_than_a_tenth(pieces: int) -> None:
+    """Of what three workers would do that never wait: on a clock of their own, with messages that take 2 ms."""
+    speeds, message, rng, taken = {1: 33.0, 2: 33.0, 3: 3.3}, 0.002, np.random.default_rng(0), []
+    for _ in range(50):
+        deck = Deck(pieces, {worker: speed * rng.uniform(0.9, 1.1) for worker, speed in speeds.items()})
+        clock, free, ends = 0.0, dict.fromkeys(speeds, 0.0), dict[int, float]()
+        while not deck.finished:
+            for worker, speed in speeds.items():
+                while (chunk := deck.take(worker, clock)) is not None:
+                    free[worker] = max(free[worker], clock + message) + chunk.size / speed * rng.uniform(0.9, 1.1)
+                    ends[chunk.number] = free[worker] + message
+            number = min(ends, key=lambda n: ends[n])
+            clock = ends.pop(number)
+            deck.answered(number, clock)
+        taken.append(clock)
+    assert pieces / sum(speeds.values()) / np.mean(taken) > 0.9
+
+
 @pytest.mark.parametrize(("workers", "pieces"), [(3, 1), (5, 2), (9, 4), (12, 5)])
 def test_few_pieces_are_done_by_many_workers(workers: int, pieces: int) -> None:
     rates = {worker: 1.0 + 0.1 * worker for worker in range(workers)}
