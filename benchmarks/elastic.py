@@ -4,8 +4,7 @@
 
 --busy   two workers of one thread each: the part of their time that is evaluation, at chunks of about 50 ms or more
 --slow   generations a second of two workers, and of the same two beside a third that is ten times slower; the ideal is
-         2.1 workers. That they do not take each other's cores, the two are stopped for half of the time, the third for
-         95 in 100 ms
+         2.1 workers. They wait for their scores (``waiting.py``), so that they do not take each other's cores
 --hosts  three network namespaces as hosts, with keys: a coordinator, a worker, and one behind 1 Mbit/s; ``mnist-3m``
          and ``cif-900k``: generations, and bytes of each worker for a generation by the coordinator's own count
 """
@@ -18,13 +17,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from waiting import WAIT
 
 from germline.fleet import keys
 from germline.fleet.launch import free_port
@@ -46,18 +46,18 @@ class Fleet:
         trusted = ["--keys", str(secret)] if secret is not None else []
         self.begin([*GERMLINE, "serve", *run, *where, *trusted, "--device", "cpu", "--json"], "coordinator")
 
-    def begin(self, command: list[str], name: str) -> "subprocess.Popen[bytes]":
+    def begin(self, command: list[str], name: str, **environment: str) -> "subprocess.Popen[bytes]":
         inside = ["ip", "netns", "exec", f"germline-{name}"] if self.secret is not None else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         with (self.folder / f"{name}.txt").open("w") as said:
             process = subprocess.Popen([*inside, *command], stdout=said, stderr=said, env=environment)
         self.processes.append(process)
         return process
 
-    def join(self, name: str) -> "subprocess.Popen[bytes]":
+    def join(self, name: str, **environment: str) -> "subprocess.Popen[bytes]":
         trusted = ["--keys", str(self.secret / name)] if self.secret is not None else []
         command = [*GERMLINE, "worker", f"{self.host}:{self.port}", "--recipe", self.recipe, *trusted]
-        return self.begin([*command, "--device", "cpu", "--workers", "1", "--name", name], name)
+        return self.begin([*command, "--device", "cpu", "--workers", "1", "--name", name], name, **environment)
 
     def known(self) -> dict[str, Any]:
         """What the status page says."""
@@ -100,27 +100,6 @@ def fleet(run: Sequence[str], host: str = "127.0.0.1", secret: Path | None = Non
             made.close()
 
 
-@contextmanager
-def slowed(process: int, works: float, rests: float) -> Iterator[None]:
-    """At work for so many seconds, stopped for so many, in turn."""
-    over = threading.Event()
-
-    def stop_and_go() -> None:
-        while not over.is_set():
-            os.kill(process, signal.SIGSTOP)
-            over.wait(rests)
-            os.kill(process, signal.SIGCONT)
-            over.wait(works)
-
-    thread = threading.Thread(target=stop_and_go, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def measured(made: Fleet, workers: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
     """Generations a second, and what was known before and after."""
     made.wait(workers)
@@ -146,19 +125,14 @@ def busy() -> None:
 
 
 def slow() -> None:
-    run = ["digits", "--population", "4096", "--generations", "100000"]
-    with fleet(run) as made, ExitStack() as stack:
-        pair = [made.join(name) for name in ("one", "two")]
-        made.wait(2)
-        for worker in pair:
-            stack.enter_context(slowed(worker.pid, 0.01, 0.01))
+    with fleet([str(Path(__file__).with_name("waiting.py"))]) as made:
+        for name in ("one", "two"):
+            made.join(name)
         parts = []
         for number in range(ROUNDS):  # in turns: the machine may be another's, too
             alone = measured(made, 2)[0]
-            third = made.join(f"slow-{number}")
-            made.wait(3)
-            with slowed(third.pid, 0.005, 0.095):
-                beside = measured(made, 3)[0]
+            third = made.join(f"slow-{number}", WAIT=str(10 * WAIT))
+            beside = measured(made, 3)[0]
             third.kill()
             third.wait()
             parts.append(beside / (alone * 2.1 / 2))
