@@ -38,6 +38,20 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "unet-nuclei", "--set", "population=64,128", "--set", "recipe.batch_size=8,16", "--set", "sigma=0.02,0.05",
         "--set", "lr=0.03,linear(0.04, 0, 2000)", "--generations", "2000", "--metric", "dev_dice",
     ),
+    # of the same number of pixels
+    "unet-squares": (
+        "unet-nuclei", "--set", "recipe.crop=64", "--set", "recipe.batch_size=16", "--set", "recipe.steps=1500",
+        "--set", "rank=none,4", "--generations", "1500", "--metric", "dev_dice",
+    ),
+    "unet-small-squares": (
+        "unet-nuclei", "--set", "recipe.crop=32", "--set", "recipe.batch_size=64", "--set", "recipe.steps=1500",
+        "--generations", "1500", "--metric", "dev_dice",
+    ),
+    # for a card
+    "conv": (
+        "mnist-conv", "--set", "recipe.steps=1300", "--set", "weight_decay=0,0.1", "--set", "sigma=0.02,0.05",
+        "--set", "lr=linear(0.01, 0, 1300),linear(0.02, 0, 1300)", "--generations", "1300", "--metric", "dev_accuracy",
+    ),
     "threshold": (
         "threshold-digits", "--set", "sigma=0.1,0.2,0.3", "--set", "lr=0.03,0.05,0.1",
         "--generations", "570", "--metric", "dev_accuracy",
