@@ -47,6 +47,19 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "unet-nuclei", "--set", "recipe.crop=32", "--set", "recipe.batch_size=64", "--set", "recipe.steps=1500",
         "--generations", "1500", "--metric", "dev_dice",
     ),
+    # strategies without a step of their own, on the same net
+    "unet-pso": (
+        "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.1,0.3", "--set", "topology=global,ring",
+        "--set", "decay=0.9,0.7", "--generations", "120", "--metric", "dev_dice",
+    ),
+    "unet-ga": (
+        "unet-nuclei", "--strategy", "ga", "--set", "sigma=0.01,0.02,0.04", "--set", "parents=8,16",
+        "--generations", "120", "--metric", "dev_dice",
+    ),
+    "unet-mu-lambda": (
+        "unet-nuclei", "--strategy", "mu-lambda", "--set", "sigma=0.03,0.1", "--set", "plus=true,false",
+        "--set", "parents=8,16", "--generations", "120", "--metric", "dev_dice",
+    ),
     # for a card
     "conv": (
         "mnist-conv", "--set", "recipe.steps=1300", "--set", "weight_decay=0,0.1", "--set", "sigma=0.02,0.05",

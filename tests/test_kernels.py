@@ -198,33 +198,39 @@ def test_blends_are_those_of_the_reference(
     arrays: list[Any] = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     arrays[0][3, 2, 0] = np.nan
     scales, where = rng.standard_normal(members).astype(dtype), np.array([0, 2, 2, 1, 0])
-    expected, got = np.empty((2, members, n, rows, positions), dtype)
+    expected = np.empty((members, n, rows, positions), dtype)
     given: list[Any] = [*arrays, scales, where, relu, None]
     reference.blend_outer(expected, *given)
+    assert np.allclose(blended(kernels, expected, given), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def blended(kernels: ModuleType, like: Array, given: list[Any]) -> Array:
+    """What a kernel makes of arrays, on its own device."""
     if kernels is cpu:
+        got = np.empty_like(like)
         cpu.blend_outer(got, *given)
-    else:
-        out, *tensors = (torch.from_numpy(array).to(GPU) for array in (got, *arrays, scales, where))
-        kernels.blend_outer(out, *tensors, relu)
-        got = out.cpu().numpy()
-    assert np.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+        return got
+    out = torch.empty(like.shape, dtype=torch.from_numpy(like).dtype, device=GPU)
+    on_card = [torch.from_numpy(x).to(GPU) if isinstance(x, np.ndarray) else x for x in given]
+    kernels.blend_outer(out, *on_card)
+    return out.cpu().numpy()
 
 
+@both
 @pytest.mark.parametrize("window", [(5, 7, 2, 2, 2, 2), (5, 7, 3, 2, 1, 2), (5, 7, 2, 3, 3, 1), (5, 7, 5, 7, 1, 1)])
-def test_blends_are_pooled(window: tuple[int, ...]) -> None:
+def test_blends_are_pooled(kernels: ModuleType, window: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     members, n, rows, rank = 3, 4, 2, 2
     shapes = [(n, rows, 35), (n, 2, rank, 35), (2, rank, rows), (members, rows)]
     arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     arrays[0][1, 1, 17] = np.nan
-    scales, where = rng.standard_normal(members), np.array([0, 1, 1])
+    scales, where = rng.standard_normal(members).astype(np.float32), np.array([0, 1, 1])
     high, wide, a, b, down, across = window
     count = ((high - a) // down + 1) * ((wide - b) // across + 1)
-    expected, got = np.empty((2, members, n, rows, count), np.float32)
+    expected = np.empty((members, n, rows, count), np.float32)
     given: list[Any] = [*arrays, scales, where, True, window]
     reference.blend_outer(expected, *given)
-    cpu.blend_outer(got, *given)
-    assert np.allclose(got, expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert np.allclose(blended(kernels, expected, given), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 # Triton's interpreter multiplies wrongly in bfloat16
@@ -241,7 +247,11 @@ def test_blends_where_each_member_has_a_base_of_its_own(rank: int) -> None:
     given: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in [*shapes, (members,)]]
     given += [np.array([0, 2, 2, 1, 0]), True]
     expected = np.empty((members, n, rows, positions), np.float32)
+    pooled = np.empty((members, n, rows, 2), np.float32)
     reference.blend_outer(expected, *given)
+    of_windows = [*given, (2, 3, 2, 2, 1, 1)]
+    reference.blend_outer(pooled, *of_windows)
+    assert np.allclose(blended(cuda, pooled, of_windows), pooled, rtol=1e-4, atol=1e-5)
     tensors: list[Any] = [torch.from_numpy(array).to(GPU) for array in given[:-1]]
     tensors.append(True)
     cuda.blend_outer(tensors[0], *tensors)  # in place

@@ -49,6 +49,44 @@ def _blend(
     tl.store(out + member * n * wide + place, value, mask=here)
 
 
+@triton.jit
+def _blend_pooled(
+    out, base, thin, thick, bias, scales, where, n, rows, positions, addresses,
+    pixels, wide_map, wide_out, down, across,
+    SHARED: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr, RELU: tl.constexpr,
+    KY: tl.constexpr, KX: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the positions of all examples of one member, in each of its rows; one thread an output."""
+    tiles = tl.cdiv(n * positions, TILE)
+    program = tl.program_id(0).to(tl.int64)
+    member, q = program // tiles, program % tiles * TILE + tl.arange(0, TILE)
+    j, p = q // positions, q % positions
+    first = p // wide_out * down * wide_map + p % wide_out * across  # the corner of the window
+    address, scale = tl.load(where + member), tl.load(scales + member)
+    own, line = (j if SHARED else member * n + j), (j * addresses + address if SHARED else member * n + j)
+    base += own * rows * pixels + first
+    thin += line * (rows if WHOLE else RANK) * pixels + first
+    out += (member * n + j) * rows * positions + p
+    for k in range(rows):
+        shift = tl.load(bias + member * rows + k).to(scale.dtype)
+        best = tl.zeros((TILE,), scale.dtype)
+        for i in tl.static_range(KY * KX):
+            at = i // KX * wide_map + i % KX
+            total = tl.zeros((TILE,), scale.dtype)
+            for r in tl.static_range(RANK):
+                left = tl.load(thin + r * pixels + at, mask=j < n, other=0.0)
+                total += left.to(scale.dtype) * tl.load(thick + (address * RANK + r) * rows + k).to(scale.dtype)
+            if WHOLE:
+                total += tl.load(thin + k * pixels + at, mask=j < n, other=0.0).to(scale.dtype)
+            value = tl.load(base + at, mask=j < n, other=0.0).to(scale.dtype) + shift + scale * total
+            best = value if i == 0 else tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+        if RELU:
+            best = tl.where(best <= 0, 0.0, best)
+        tl.store(out, best, mask=j < n)
+        base += pixels
+        out += positions
+
+
 def blend_outer(
     out: torch.Tensor,
     base: torch.Tensor,
@@ -58,25 +96,31 @@ def blend_outer(
     scales: torch.Tensor,
     where: torch.Tensor,
     relu: bool,
-    window: None = None,
+    window: tuple[int, ...] | None = None,
 ) -> None:
-    """As ``reference.blend_outer``, without a window; the arithmetic is in the type of the scales.
+    """As ``reference.blend_outer``; the arithmetic is in the type of the scales.
 
     Without ``thick``, ``thin`` is the whole of what noise adds, (n, addresses, rows, positions); without both there is
     nothing to add but the bias.
     """
     members, n, rows, positions = out.shape
     shared, rank, whole = base.dim() == 3, 0 if thick is None else thick.shape[1], thin is not None and thick is None
-    widest, warps = (128, 1) if shared else (256, 4)
-    tall, wide = 16, min(widest, triton.next_power_of_2(rows * positions))
-    grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows * positions, wide),)
     thin, thick = base if thin is None else thin, base if thick is None else thick
-    sizes = (n, rows, positions, thin.shape[1])
-    options = {"SHARED": shared, "RANK": rank, "WHOLE": whole, "RELU": relu, "MAPS": positions > 1}
-    if out.numel():
-        with torch.cuda.device_of(out):
-            arrays = (out, base, thin, thick, bias, scales, where)
-            _blend[grid](*arrays, *sizes, **options, TALL=tall, WIDE=wide, num_warps=warps)
+    arrays, sizes = (out, base, thin, thick, bias, scales, where), (n, rows, positions, thin.shape[1])
+    options = {"SHARED": shared, "RANK": rank, "WHOLE": whole, "RELU": relu}
+    if not out.numel():
+        return
+    with torch.cuda.device_of(out):
+        if window is not None:
+            _, wide, ky, kx, down, across = window
+            map_sizes = (base.shape[-1], wide, (wide - kx) // across + 1, down, across)
+            grid = (members * triton.cdiv(n * positions, 128),)
+            _blend_pooled[grid](*arrays, *sizes, *map_sizes, **options, KY=ky, KX=kx, TILE=128, num_warps=4)
+            return
+        widest, warps = (128, 1) if shared else (256, 4)
+        tall, wide = 16, min(widest, triton.next_power_of_2(rows * positions))
+        grid = (members * triton.cdiv(n, tall) * triton.cdiv(rows * positions, wide),)
+        _blend[grid](*arrays, *sizes, **options, MAPS=positions > 1, TALL=tall, WIDE=wide, num_warps=warps)
 
 
 @triton.jit

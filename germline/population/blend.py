@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from germline.population.buffers import empty, stacked
 from germline.population.pending import After, MaxPool, Relu, finish
 
 Where = NDArray[np.int64]  # the address of each member
+Window = tuple[int, ...]  # height and width of a map, of the window that goes over it, and of a step
+NOWHERE = torch.Size()
+FEW = 16  # places of a window up to which a kernel finds the largest on its way
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,10 @@ def put_together(parts: Parts) -> torch.Tensor:
     if not parts.shared and place != parts.base.device:
         return corrected(parts)
     positions = parts.base.shape[2 if parts.shared else 3 :]
-    relu, pool, rest = in_one_pass(parts.after, len(positions) if place.type == "cpu" else 0)
-    sizes = pooled(positions, pool) if pool is not None else positions
+    relu, window, sizes, rest = in_one_pass(parts.after, positions)
     base, thin, thick, bias, scales = parts.flat(place)
     members, (n, rows) = len(scales), base.shape[-3:-1]
-    out = empty((members, n, rows, sizes.numel()), base) if parts.shared else base
-    window = (*positions, *pool.kernel, *pool.stride) if pool is not None else None
+    out = empty((members, n, rows, sizes.numel()), base) if parts.shared or window else base
     where = raw(tensor_on(parts.where, place))
     kernels_of(place).blend_outer(*(raw(x) for x in (out, base, thin, thick, bias, scales)), where, relu, window)
     return finish(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
@@ -69,9 +71,11 @@ def add_noise(
 ) -> torch.Tensor:
     """base + scale_i noise_i + bias_i for each member: base (n, R, ...), noise (n, addresses * R, ...); on a card."""
     n, rows = base.shape[:2]
-    out = base.new_empty(len(scales), n, rows, base.shape[2:].numel())
-    noise = noise.reshape(n, -1, rows, out.shape[3]).contiguous()
-    return passed(out, base.reshape(n, rows, -1).contiguous(), noise, bias, scales, where, after, base.shape[2:])
+    relu, window, sizes, rest = in_one_pass(after, base.shape[2:])
+    out = base.new_empty(len(scales), n, rows, sizes.numel())
+    noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
+    passed(out, base.reshape(n, rows, -1).contiguous(), noise, bias, scales, where, relu, window)
+    return finish(out.view(*out.shape[:3], *sizes), rest)
 
 
 def add_bias(x: torch.Tensor, bias: torch.Tensor | None, after: After) -> torch.Tensor:
@@ -83,7 +87,9 @@ def add_bias(x: torch.Tensor, bias: torch.Tensor | None, after: After) -> torch.
     flat = x.view(len(x), -1, x.shape[-1], 1)
     where = np.zeros(len(x), np.int64)
     scales = x.new_ones(len(x), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-    return passed(flat, flat, None, bias, scales, where, after, torch.Size()).view(x.shape)
+    relu, window, _, rest = in_one_pass(after)
+    passed(flat, flat, None, bias, scales, where, relu, window)
+    return finish(x, rest)
 
 
 def passed(
@@ -93,15 +99,13 @@ def passed(
     bias: torch.Tensor | None,
     scales: torch.Tensor,
     where: Where,
-    after: After,
-    positions: torch.Size,
-) -> torch.Tensor:
+    relu: bool,
+    window: Window | None,
+) -> None:
     full = torch.float64 if out.dtype == torch.float64 else torch.float32
-    relu, _, rest = in_one_pass(after, 0)
     bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
     arrays = (out, base, noise, None, bias, scales.to(full), tensor_on(where, out.device))
-    kernels_of(out.device).blend_outer(*arrays, relu)
-    return finish(out.view(*out.shape[:3], *positions), rest)
+    kernels_of(out.device).blend_outer(*arrays, relu, window)
 
 
 def corrected(parts: Parts) -> torch.Tensor:
@@ -113,18 +117,16 @@ def corrected(parts: Parts) -> torch.Tensor:
     return finish(out.view(parts.base.shape), parts.after)
 
 
-def in_one_pass(after: After, dimensions: int) -> tuple[bool, MaxPool | None, After]:
-    """How much of what follows the kernel does itself: an activation, then a pooling of images; and the rest."""
+def in_one_pass(after: After, positions: torch.Size = NOWHERE) -> tuple[bool, Window | None, torch.Size, After]:
+    """How much of what follows the kernel does itself: an activation, a pooling of images, to which sizes; the rest."""
     relu = bool(after) and isinstance(after[0], Relu)
     rest = after[1:] if relu else after
-    if rest and dimensions == 2 and isinstance(rest[0], MaxPool):
-        return relu, rest[0], rest[1:]
-    return relu, None, rest
-
-
-def pooled(positions: torch.Size, pool: MaxPool) -> torch.Size:
-    sizes = zip(positions, pool.kernel, pool.stride, strict=True)
-    return torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in sizes])
+    pool = rest[0] if rest else None
+    if len(positions) != 2 or not isinstance(pool, MaxPool) or prod(pool.kernel) > FEW:
+        return relu, None, positions, rest
+    ways = zip(positions, pool.kernel, pool.stride, strict=True)
+    sizes = torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in ways])
+    return relu, (*positions, *pool.kernel, *pool.stride), sizes, rest[1:]
 
 
 def blend(

@@ -107,7 +107,7 @@ def narrow(call: Call, inputs: tuple[torch.Tensor, ...], relu_inputs: bool, size
     a, b = (factor.transpose(1, 2).contiguous() for factor in block.factors(matrix, dtype))  # (a, r, R), (a, r, C)
     n = inputs[0].shape[-2]
     out = torch.empty(block.size, n, matrix.rows, dtype=dtype, device=inputs[0].device)
-    relu, _, rest = in_one_pass(call.after, 0)
+    relu, _, _, rest = in_one_pass(call.after)
     bias = call.weights("bias")
     bias = out.new_zeros(block.size, matrix.rows) if bias is None else bias.contiguous()
     scales, where = block.scales(index).float(), tensor_on(block.where, out.device)
