@@ -52,6 +52,10 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.1,0.3", "--set", "topology=global,ring",
         "--set", "decay=0.9,0.7", "--generations", "120", "--metric", "dev_dice",
     ),
+    "unet-pso-memory": (
+        "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.05,0.1", "--set", "decay=0.95,0.98",
+        "--generations", "120", "--metric", "dev_dice",
+    ),
     "unet-ga": (
         "unet-nuclei", "--strategy", "ga", "--set", "sigma=0.01,0.02,0.04", "--set", "parents=8,16",
         "--generations", "120", "--metric", "dev_dice",
