@@ -53,7 +53,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "--set", "decay=0.9,0.7", "--generations", "120", "--metric", "dev_dice",
     ),
     "unet-pso-memory": (
-        "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.05,0.1", "--set", "decay=0.95,0.98",
+        "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.02,0.05,0.1", "--set", "decay=0.95,0.98",
         "--generations", "120", "--metric", "dev_dice",
     ),
     "unet-ga": (
@@ -72,6 +72,14 @@ SWEEPS: dict[str, tuple[str, ...]] = {
     "threshold": (
         "threshold-digits", "--set", "sigma=0.1,0.2,0.3", "--set", "lr=0.03,0.05,0.1",
         "--generations", "570", "--metric", "dev_accuracy",
+    ),
+    "temperature-pso": (
+        "lstm-temperature", "--strategy", "pso", "--set", "sigma=0.02,0.05,0.1", "--set", "decay=0.9,0.98",
+        "--seconds", "30", "--metric", "dev_mse",
+    ),
+    "etth1-pso": (
+        "lstm-etth1", "--strategy", "pso", "--set", "recipe.horizon=1", "--set", "sigma=0.02,0.05,0.1",
+        "--set", "decay=0.9,0.98", "--seconds", "30", "--metric", "dev_mse",
     ),
     "etth1": (
         "lstm-etth1", "--set", "sigma=0.02,0.05", "--set", "lr=0.003,0.01",

@@ -107,7 +107,7 @@ def unet_nuclei(
             "snes": SNES(population=64, sigma=0.05),
             "mu-lambda": MuLambda(population=64, parents=8, sigma=0.03),
             "ga": GA(population=64, parents=16, sigma=0.02),
-            "pso": PSO(population=64, sigma=0.1, decay=0.9),
+            "pso": PSO(population=64, sigma=0.05, decay=0.98),
             "gradient": Gradient(lr=Schedule("linear", 0.003, 0.0, steps)),
         },
         batch_size=batch_size,

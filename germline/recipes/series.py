@@ -81,7 +81,7 @@ def recipe_of(data: Splits, hidden: int, seed: int) -> Recipe:
             "snes": SNES(population=128, sigma=0.05),
             "mu-lambda": MuLambda(population=128, parents=16, sigma=0.02),
             "ga": GA(population=128, parents=16, sigma=0.02),
-            "pso": PSO(population=128, sigma=0.1, decay=0.9),
+            "pso": PSO(population=128, sigma=0.1, decay=0.98),
             "gradient": Gradient(lr=0.003),
         },
         batch_size=256,
