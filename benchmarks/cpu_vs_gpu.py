@@ -112,7 +112,10 @@ def main() -> None:
 def judge(recipe: str, rows: list[dict[str, Any]], settings: list[str]) -> None:
     """Whether evolution on CPUs takes less time than backprop on a GPU."""
     backprop = next((row["seconds"] for row in rows if row["device"] == "cuda" and row["reached"]), None)
-    evolved = [row for row in rows if row["strategy"] != "gradient" and row["reached"]]
+    evolved = [row for row in rows if row["strategy"] != "gradient"]
+    if not evolved:
+        return
+    evolved = [row for row in evolved if row["reached"]]
     if backprop is None:
         print("There is no time of backprop on a GPU to compare with: give --beside, or run this where there is one.")
         return
