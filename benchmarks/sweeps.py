@@ -13,6 +13,7 @@ from pathlib import Path
 
 COMMON = ("--seeds", "1")
 CORES = ("mnist-mlp", "--set", "recipe.machine=cores")
+UNET = ("unet-nuclei", "--metric", "dev_dice")
 SWEEPS: dict[str, tuple[str, ...]] = {
     # sigma and learning rate of a net with one hidden layer, by 512 members
     "mlp-sigma": (
@@ -35,39 +36,44 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         "--generations", "17000", "--metric", "dev_accuracy",
     ),
     "unet": (
-        "unet-nuclei", "--set", "population=64,128", "--set", "recipe.batch_size=8,16", "--set", "sigma=0.02,0.05",
-        "--set", "lr=0.03,linear(0.04, 0, 2000)", "--generations", "2000", "--metric", "dev_dice",
+        *UNET, "--set", "population=64,128", "--set", "recipe.batch_size=8,16", "--set", "sigma=0.02,0.05",
+        "--set", "lr=0.03,linear(0.04, 0, 2000)", "--generations", "2000",
     ),
     # of the same number of pixels
     "unet-squares": (
-        "unet-nuclei", "--set", "recipe.crop=64", "--set", "recipe.batch_size=16", "--set", "recipe.steps=1500",
-        "--set", "rank=none,4", "--generations", "1500", "--metric", "dev_dice",
+        *UNET, "--set", "recipe.crop=64", "--set", "recipe.batch_size=16", "--set", "recipe.steps=1500",
+        "--set", "rank=none,4", "--generations", "1500",
     ),
     "unet-small-squares": (
-        "unet-nuclei", "--set", "recipe.crop=32", "--set", "recipe.batch_size=64", "--set", "recipe.steps=1500",
-        "--generations", "1500", "--metric", "dev_dice",
+        *UNET, "--set", "recipe.crop=32", "--set", "recipe.batch_size=64", "--set", "recipe.steps=1500",
+        "--generations", "1500",
     ),
     # strategies without a step of their own, on the same net
     "unet-pso": (
-        "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.1,0.3", "--set", "topology=global,ring",
-        "--set", "decay=0.9,0.7", "--generations", "120", "--metric", "dev_dice",
+        *UNET, "--strategy", "pso", "--set", "sigma=0.1,0.3", "--set", "topology=global,ring",
+        "--set", "decay=0.9,0.7", "--generations", "120",
     ),
     "unet-pso-memory": (
-        "unet-nuclei", "--strategy", "pso", "--set", "sigma=0.02,0.05,0.1", "--set", "decay=0.95,0.98",
-        "--generations", "120", "--metric", "dev_dice",
+        *UNET, "--strategy", "pso", "--set", "sigma=0.02,0.05,0.1", "--set", "decay=0.95,0.98",
+        "--generations", "120",
     ),
     "unet-ga": (
-        "unet-nuclei", "--strategy", "ga", "--set", "sigma=0.01,0.02,0.04", "--set", "parents=8,16",
-        "--generations", "120", "--metric", "dev_dice",
+        *UNET, "--strategy", "ga", "--set", "sigma=0.01,0.02,0.04", "--set", "parents=8,16",
+        "--generations", "120",
     ),
     "unet-mu-lambda": (
-        "unet-nuclei", "--strategy", "mu-lambda", "--set", "sigma=0.03,0.1", "--set", "plus=true,false",
-        "--set", "parents=8,16", "--generations", "120", "--metric", "dev_dice",
+        *UNET, "--strategy", "mu-lambda", "--set", "sigma=0.03,0.1", "--set", "plus=true,false",
+        "--set", "parents=8,16", "--generations", "120",
     ),
     # for a card
     "conv": (
         "mnist-conv", "--set", "recipe.steps=1300", "--set", "weight_decay=0,0.1", "--set", "sigma=0.02,0.05",
         "--set", "lr=linear(0.01, 0, 1300),linear(0.02, 0, 1300)", "--generations", "1300", "--metric", "dev_accuracy",
+    ),
+    "conv-narrow": (
+        "mnist-conv", "--set", "recipe.width=8", "--set", "recipe.steps=3000", "--set", "sigma=0.01,0.02",
+        "--set", "lr=linear(0.005, 0, 3000),linear(0.01, 0, 3000),linear(0.02, 0, 3000)",
+        "--generations", "3000", "--metric", "dev_accuracy",
     ),
     "threshold": (
         "threshold-digits", "--set", "sigma=0.1,0.2,0.3", "--set", "lr=0.03,0.05,0.1",
