@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from germline.genome import Genome
-from germline.strategies import GA, PSO, SNES, AnyStrategy, MuLambda, OpenAIES, Told
+from germline.strategies import GA, PSO, SNES, AnyStrategy, GenerationResult, MuLambda, OpenAIES
 
 DIMENSIONS, POPULATION = 100, 50
 SIGMA = 0.5  # of what adapts it, and of the first swarm
@@ -46,7 +46,7 @@ def rastrigin(z: Any, lib: Any) -> Any:
 FUNCTIONS: dict[str, Function] = {"sphere": sphere, "rosenbrock": rosenbrock, "rastrigin": rastrigin}
 STRATEGIES: dict[str, AnyStrategy] = {
     "openai-es": OpenAIES(population=POPULATION, sigma=FIXED, lr=RATE),
-    "snes": SNES(population=POPULATION, sigma=SIGMA).resolved(DIMENSIONS),
+    "snes": SNES(population=POPULATION, sigma=SIGMA).bind(Genome.from_module(torch.nn.Linear(DIMENSIONS - 1, 1))),
     "mu-lambda": MuLambda(population=POPULATION, parents=12, sigma=SIGMA, plus=False),
     "ga": GA(population=POPULATION, parents=12, elites=2, sigma=MUTATION),
     "pso": PSO(population=POPULATION, sigma=SIGMA),
@@ -59,14 +59,14 @@ def place(seed: int) -> Any:
 
 
 def ours(strategy: AnyStrategy, function: Function, seed: int, generations: int) -> float:
-    genome = Genome.of(nn.Linear(DIMENSIONS, 1, bias=False))
+    genome = Genome.from_module(nn.Linear(DIMENSIONS, 1, bias=False))
     field, state = strategy.field(seed, genome), strategy.init(torch.zeros(DIMENSIONS))
     minimum, members = torch.from_numpy(place(seed)), np.arange(strategy.population)
     for generation in range(generations):
         values = strategy.values(state, generation)
         points = strategy.ask(state, field, generation, values).weights(members, 0, DIMENSIONS)
         scores = function(points.double() - minimum, torch).float().numpy()
-        state = strategy.tell(state, Told(generation, scores, values), field, maximize=False)
+        state = strategy.tell(state, GenerationResult(generation, scores, values), field, maximize=False)
     return float(function(state.theta.double() - minimum, torch))
 
 

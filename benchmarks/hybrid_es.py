@@ -119,7 +119,7 @@ def convnet(runs: Path) -> None:
         new = ["train", "hybrid-es-convnet", "--runs", str(runs), "--name", path.name, "--json"]
         subprocess.run([sys.executable, "-m", "germline", *new], check=True, stdout=subprocess.DEVNULL)
     journal = Journal.open(path, read_only=True)
-    better = [int((r.told.scores[1:] < r.told.scores[0]).sum()) for r in journal.records()]
+    better = [int((r.result.scores[1:] < r.result.scores[0]).sum()) for r in journal.records()]
     outcome = journal.outcome() or {}
     print("dev {dev_accuracy:.4f}, test {test_accuracy:.4f}".format(**outcome["metrics"]), f"in {outcome['seconds']} s")
     print(

@@ -1,7 +1,7 @@
 """A generation of evolution strategies with rank-1 noise in JAX, written out for comparison: the form of EGGROLL.
 
-Mirrored pairs, noise by JAX's fastest generator, products in bfloat16, one for the centre and all members, the first
-layer's made once, centred ranks, Adam in float32; all of it under one ``jit``.
+Mirrored pairs, noise by JAX's fastest generator, products in bfloat16, one for the center and all members, the first
+layer's made once, centerd ranks, Adam in float32; all of it under one ``jit``.
 """
 
 from collections.abc import Callable

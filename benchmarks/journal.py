@@ -1,4 +1,4 @@
-"""What it costs that a journalled generation survives a power cut, and how large a journal is.
+"""What it costs that a journaled generation survives a power cut, and how large a journal is.
 
     python benchmarks/journal.py [--population P] [--generations N] [--directory DIR]
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from germline.journal import Journal
-from germline.strategies import OpenAIES, Told
+from germline.strategies import GenerationResult, OpenAIES
 
 
 def measure(directory: Path, population: int, generations: int, synchronous: str, together: int) -> tuple[float, int]:
@@ -27,7 +27,9 @@ def measure(directory: Path, population: int, generations: int, synchronous: str
     scores = np.random.default_rng(0).random(population, np.float32)
     start = time.perf_counter()
     for generation in range(generations):
-        journal.append(Told(generation, scores, {"sigma": 0.05, "lr": 0.02}), None, {"seconds": 0.01, "samples": 1000})
+        journal.append(
+            GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02}), None, {"seconds": 0.01, "samples": 1000}
+        )
         if generation % together == together - 1:
             journal.commit()
     journal.commit()

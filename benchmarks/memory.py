@@ -51,7 +51,7 @@ def main() -> None:
     if arguments.only:
         one(arguments.only, arguments.generations)
         return
-    print(f"{Genome.of(net()).size:,} parameters, {arguments.generations} generations")
+    print(f"{Genome.from_module(net()).size:,} parameters, {arguments.generations} generations")
     found = {}
     for name in STRATEGIES:
         command = [sys.executable, __file__, "--only", name, "--generations", str(arguments.generations)]

@@ -2,7 +2,7 @@
 
     python benchmarks/noise.py [--parameters N] [--members P] [--repeats R] [--json]
 
-Each pair of timings is interleaved and the best of each is taken, so that a noisy neighbour disturbs both alike.
+Each pair of timings is interleaved and the best of each is taken, so that a noisy neighbor disturbs both alike.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def cuda_rows(parameters: int, members: int, repeats: int) -> list[tuple[str, fl
     few = Field(seed=1).members(range(64), generation=0, device="cuda")
     z = torch.empty(64 * parameters, device="cuda")
 
-    def synchronised(function: Callable[[], object]) -> Callable[[], object]:
+    def synchronized(function: Callable[[], object]) -> Callable[[], object]:
         def call() -> None:
             function()
             torch.cuda.synchronize()
@@ -108,10 +108,10 @@ def cuda_rows(parameters: int, members: int, repeats: int) -> list[tuple[str, fl
         return call
 
     work = {
-        "torch.normal_": synchronised(z.normal_),
-        "perturb": synchronised(lambda: few.perturb(theta, SIGMA, out=candidates)),
-        "accumulate": synchronised(lambda: noise.accumulate(weights, (0, parameters))),
-        "accumulate eps^2 - 4": synchronised(lambda: noise.accumulate(weights, (0, parameters), power=2)),
+        "torch.normal_": synchronized(z.normal_),
+        "perturb": synchronized(lambda: few.perturb(theta, SIGMA, out=candidates)),
+        "accumulate": synchronized(lambda: noise.accumulate(weights, (0, parameters))),
+        "accumulate eps^2 - 4": synchronized(lambda: noise.accumulate(weights, (0, parameters), power=2)),
     }
     times = best_times(work, repeats)
     elements = {"torch.normal_": 64 * parameters, "perturb": 64 * parameters}

@@ -73,7 +73,7 @@ class LSTM(nn.Module):
 
 
 def network(work: Work) -> nn.Module:
-    """The network that every peer starts from, as torch initialises it."""
+    """The network that every peer starts from, as torch initializes it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build(work).requires_grad_(False)
@@ -168,10 +168,10 @@ def jax_loss(work: Work, tuned: bool) -> Callable[[list[Any]], Any]:
 def evosax(work: Work, tuned: bool) -> Generation:
     """``Open_ES``: ask, evaluate and tell in one compiled function. JAX's default generator is the fastest there."""
     jax, optax, algorithms = import_module("jax"), import_module("optax"), import_module("evosax.algorithms")
-    centre, loss = jax_parameters(work), jax_loss(work, tuned)
+    center, loss = jax_parameters(work), jax_loss(work, tuned)
     strategy = algorithms.Open_ES(
         work.population,
-        centre,
+        center,
         optimizer=optax.adam(LEARNING_RATE),
         std_schedule=optax.constant_schedule(np.float32(SIGMA)),
     )
@@ -189,7 +189,7 @@ def evosax(work: Work, tuned: bool) -> Generation:
     key = jax.random.key(0)
     # With the types that it will keep: the second step would otherwise be compiled anew.
     state = jax.tree.map(
-        lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), strategy.init(key, centre, settings)
+        lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), strategy.init(key, center, settings)
     )
 
     def generation() -> object:
@@ -225,9 +225,9 @@ def evox(work: Work, tuned: bool) -> Generation:
     adapter = utilities.ParamsAndVector(net)
     losses = torch_losses(work, tuned, lambda vector, x: functional_call(net, adapter.to_params(vector), (x,)))
     problem = type("Shared", (core.Problem,), {"evaluate": lambda self, population: losses(population)})()
-    centre = adapter.to_vector(dict(net.named_parameters()))
+    center = adapter.to_vector(dict(net.named_parameters()))
     strategy = algorithms.OpenES(
-        work.population, centre, LEARNING_RATE, SIGMA, optimizer="adam", mirrored_sampling=True
+        work.population, center, LEARNING_RATE, SIGMA, optimizer="adam", mirrored_sampling=True
     )
     workflow = workflows.StdWorkflow(strategy, problem)
 

@@ -41,7 +41,7 @@ Step = Callable[[], object]
 class Row:
     work: Work
     dense: float  # the part of the best peer's time that is wanted
-    low_rank: float
+    low_rank_matrices: float
 
 
 ROWS = {
@@ -83,7 +83,7 @@ def batch_of(work: Work) -> Batch:
     shapes = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (48, 1)}
     x = torch.randn(work.batch, *shapes[work.kind])
     y = torch.randn(work.batch, 1) if work.kind == "lstm" else torch.randint(0, 10, (work.batch,))
-    return Batch.of((x, y))
+    return Batch.from_raw((x, y))
 
 
 def generation(work: Work, rank: int | None, dtype: Any) -> Step:
@@ -155,7 +155,7 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
         ("as documented", [name for name in peers if not name.endswith(TUNED)]),
         ("tuned by hand", [name for name in peers if name.endswith(TUNED)]),
     ):
-        for key, wanted in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank)):
+        for key, wanted in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank_matrices)):
             if rivals:
                 found = times[key] / min(times[rival] for rival in rivals)
                 verdict = f"wanted {wanted}{'' if found <= wanted else '  (missed)'}"

@@ -130,7 +130,7 @@ def batch_of(row: Row) -> Batch:
     else:
         shape = (n, 1, 28, 28) if row.net == "lenet" else (n, row.sizes[0])
         x, y = torch.randn(shape), torch.randint(0, 10, (n,))
-    return Batch.of((x, y), "cuda")
+    return Batch.from_raw((x, y), "cuda")
 
 
 def generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:

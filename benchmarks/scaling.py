@@ -31,8 +31,8 @@ import numpy as np
 from germline import costs, trainer
 from germline.fleet import SPMD, Local, launched
 from germline.fleet.exchange import Mode
-from germline.recipe import Recipe
 from germline.recipes import make
+from germline.recipes.recipe import Recipe
 
 NETS = {"mnist-3m": 128, "cif-900k": 32, "cif-8m": 8}  # and the examples of a batch
 LIMITS = ("none", "1gbit", "100mbit", "10mbit")

@@ -119,7 +119,7 @@ class Soak:
 def alone(folder: Path, length: int) -> dict[str, Any]:
     command = [*GERMLINE, "train", *RUN, "--generations", str(length)]
     done = subprocess.run(
-        [*command, "--runs", str(folder / "alone")], capture_output=True, text=True, check=True, env=os.environ
+        [*command, "--runs", str(folder / "isolated")], capture_output=True, text=True, check=True, env=os.environ
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

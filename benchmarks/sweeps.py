@@ -101,9 +101,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=Path("runs/sweeps"))
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in SWEEPS]
-    if unknown:
-        parser.error(f"there is no sweep {unknown[0]!r}: choose of {', '.join(SWEEPS)}")
+    unknown_name = [name for name in arguments.names if name not in SWEEPS]
+    if unknown_name:
+        parser.error(f"there is no sweep {unknown_name[0]!r}: choose of {', '.join(SWEEPS)}")
     for name in arguments.names or SWEEPS:
         where = ["--device", arguments.device, "--jobs", str(arguments.jobs), "--runs", str(arguments.runs)]
         print(f"{name}: germline sweep {' '.join(SWEEPS[name])}", flush=True)

@@ -11,8 +11,8 @@ from germline.api import Result, Search, train
 from germline.errors import BadInput
 from germline.fleet import SPMD, Elastic, Local
 from germline.objective import accuracy
-from germline.recipe import Recipe, seeded
-from germline.schedule import Schedule
+from germline.optim.schedules import Schedule
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES
 from germline.version import __version__
 

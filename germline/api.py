@@ -20,9 +20,9 @@ from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.header import header_of, revive, settings_of
 from germline.journal import Journal, content_sha256
-from germline.objective import Batch, Metric, bytes_of, objective_of, tensors_in
+from germline.objective import Batch, Metric, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
-from germline.recipe import Recipe
+from germline.recipes.recipe import Recipe
 from germline.run import Row, Run
 from germline.stopping import Stop, Target
 from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
@@ -75,8 +75,8 @@ def train(
 ) -> Result:
     """Trains a module by evolution and leaves its new weights in it.
 
-    ``data`` is a tuple of tensors, a Dataset or a DataLoader. Give one of ``loss`` (minimised) and ``score``
-    (maximised), functions of (output, target), or ``objective``, a function of the model. The run ends at the first of
+    ``data`` is a tuple of tensors, a Dataset or a DataLoader. Give one of ``loss`` (minimized) and ``score``
+    (maximized), functions of (output, target), or ``objective``, a function of the model. The run ends at the first of
     ``generations`` (300 if nothing is said), ``seconds`` and ``target``, a metric and its value. ``run`` is the
     directory to be made, ``resume`` one to go on with. ``dtype`` is that of the members' arithmetic (auto, float32 or
     bfloat16); with ``dropout`` members are scored with their dropout layers at work.
@@ -110,7 +110,7 @@ def train(
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
     )
-    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.of(target))
+    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.parse(target))
     with torch.inference_mode(False):  # whose tensors do not tell when they are changed
         if resume is not None:
             fleet.new_run()
@@ -136,9 +136,9 @@ def train(
 
 def batch_sha256(batch: Batch | None) -> str:
     digest = hashlib.sha256()
-    for tensor in tensors_in([batch.args, batch.kwargs, batch.target]) if batch is not None else ():
+    for tensor in iterate_tensors([batch.args, batch.kwargs, batch.target]) if batch is not None else ():
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(bytes_of(tensor))
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -149,7 +149,7 @@ def free_directory(runs: Path, name: str) -> Path:
 
 
 class Search:
-    """Evolution in one's own loop: ``step`` takes a batch, scores a generation on it and moves the centre.
+    """Evolution in one's own loop: ``step`` takes a batch, scores a generation on it and moves the center.
 
     >>> import torch
     >>> from torch import nn
@@ -175,7 +175,7 @@ class Search:
         dtype: DType = "auto",
         dropout: bool = False,
     ) -> None:
-        goal = objective_of(loss, score, objective, maximize, None)
+        goal = build_objective(loss, score, objective, maximize, None)
         check_choice("dtype", dtype, typing.get_args(DType))
         strategy = strategy or OpenAIES()
         if getattr(strategy, "rears", False) or getattr(strategy, "select_on", "batch") == "dev":
@@ -196,11 +196,13 @@ class Search:
     def _step(self, batch: tuple[Any, ...]) -> NDArray[np.float32]:
         core = self._core
         if batch:
-            self._batch = Batch.of(batch[0] if len(batch) == 1 else batch, core.device)
+            self._batch = Batch.from_raw(batch[0] if len(batch) == 1 else batch, core.device)
         elif not core.objective.of_model:
             raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
         shapes = (
-            [tensor.shape for tensor in tensors_in([self._batch.args, self._batch.kwargs])] if self._batch else None
+            [tensor.shape for tensor in iterate_tensors([self._batch.args, self._batch.kwargs])]
+            if self._batch
+            else None
         )
         if shapes != self._shapes:
             core.try_out(self._batch)
@@ -231,7 +233,10 @@ class Search:
         trainer.share_weights(core)
         core.prepare(self._batch)
         core.adopt(Plan(**core.fleet.told(dataclasses.asdict(core.settled))))
-        facts: dict[str, Any] = {"noise on its device": noise.proof(core.device), "model": core.genome.fingerprint}
+        facts: dict[str, Any] = {
+            "noise on its device": noise.field_digest(core.device),
+            "model": core.genome.fingerprint,
+        }
         facts |= {"strategy": [core.strategy.name, settings_of(core.strategy), core.seed]}
         facts |= {"kind of device": core.device.type, "generation": self.generation}
         facts |= {"initial weights": content_sha256(*pack(core.state))}
@@ -239,7 +244,7 @@ class Search:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module, with the weights of the centre written into it."""
+        """The user's module, with the weights of the center written into it."""
         self._core.genome.write(self._core.state.theta, self._module)
         if self._batch is not None:
             device = next(self._module.parameters()).device

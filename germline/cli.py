@@ -32,16 +32,16 @@ from germline.compare import (
     note,
     write_comparison,
 )
-from germline.errors import BadInput, Failed, Lost, unknown
+from germline.errors import BadInput, FleetLostError, MachineError, unknown_name
 from germline.fleet import SPMD, TIMEOUT, Elastic, Exchange, Local, keys, launched, run_here
 from germline.genome import Genome, theta_sha256
 from germline.header import settings_of
 from germline.journal import Journal
-from germline.noise import whole_number
+from germline.noise import check_whole_number
 from germline.population import DType, SlowPath
 from germline.progress import Progress
-from germline.recipe import Recipe
 from germline.recipes import RECIPES, address, make
+from germline.recipes.recipe import Recipe
 from germline.replay import reopen
 from germline.replay import replay as replay_records
 from germline.replay import verify as verify_records
@@ -69,8 +69,8 @@ def worded(function: F) -> F:
             function(*arguments, **options)
         except BadInput as error:
             print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(1 if isinstance(error, Failed) else 2) from None
-        except Lost as error:
+            raise typer.Exit(1 if isinstance(error, MachineError) else 2) from None
+        except FleetLostError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -206,7 +206,7 @@ def resume(
     journal = Journal.open(run) if chosen.keeper else None
     header = chosen.told(dict(journal.header) if journal is not None else {})
     training = trainer.resume(recipe_of(header, run), journal, chosen)
-    stop = Stop(generations, seconds, Target.of(target))
+    stop = Stop(generations, seconds, Target.parse(target))
     if stop == Stop():
         said = header["stop"]
         goal = Target(**said["target"]) if said.get("target") else None
@@ -493,8 +493,10 @@ def plan(
         show_resources(recipe, made, settings or [], as_json=json_)
         return
     between = costs.Network.parse(network)
-    counts = [whole_number("number of workers", parse(int, "workers", text), 1 << 20) for text in workers.split(",")]
-    rates, parameters = costs.measure(made, made.strategy, device), Genome.of(made.model).size
+    counts = [
+        check_whole_number("number of workers", parse(int, "workers", text), 1 << 20) for text in workers.split(",")
+    ]
+    rates, parameters = costs.measure(made, made.strategy, device), Genome.from_module(made.model).size
     found = costs.table(rates, made.strategy, parameters, made.strategy.population, between, counts)
     said = costs.recommend(found)
     if plot is not None:
@@ -601,7 +603,7 @@ def recipe_with(
     name: str, settings: dict[str, str], seed: int, strategy: str | None, own: dict[str, str], dtype: str
 ) -> Recipe:
     """The recipe as it was asked for."""
-    whole_number("seed", seed, 1 << 63)
+    check_whole_number("seed", seed, 1 << 63)
     made = with_strategy(make(name, settings, seed), strategy, own)
     return made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
 
@@ -611,7 +613,7 @@ def stop_of(
 ) -> Stop:
     """When to stop: where nothing is said, after the recipe's own number of generations."""
     said = (generations, seconds, evaluations) != (None, None, None)
-    return Stop(generations if said else made.generations, seconds, Target.of(target), evaluations)
+    return Stop(generations if said else made.generations, seconds, Target.parse(target), evaluations)
 
 
 def split_settings(settings: Sequence[str], **shortcuts: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -638,7 +640,7 @@ def with_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) ->
         if key in ("rank", "ranks") and key not in names:
             raise BadInput(f"The strategy {strategy.name} has no noise of low rank: leave out {key}.")
         if key not in names:
-            raise unknown(f"setting of {strategy.name}", key, names)
+            raise unknown_name(f"setting of {strategy.name}", key, names)
     values = {key: parse(kinds[key], key, text) for key, text in settings.items()}
     return dataclasses.replace(recipe, strategy=dataclasses.replace(strategy, **values))  # type: ignore[type-var]
 
@@ -659,7 +661,7 @@ def fleet_of(
     if name == "elastic":
         return Elastic(device=device, workers=workers or 2, recipe=recipe)
     if name != "spmd":
-        raise unknown("fleet", name, ("local", "spmd", "elastic"))
+        raise unknown_name("fleet", name, ("local", "spmd", "elastic"))
     return SPMD(typing.cast(Exchange, exchange), device=device, timeout=timeout)
 
 

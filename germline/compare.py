@@ -203,7 +203,7 @@ def metric_of(trials: Sequence[Trial], wanted: str | None) -> str:
         if names and wanted not in names:
             raise BadInput(f"There is no metric {wanted!r}: choose one of {', '.join(names)}.")
         return wanted
-    for split in ("test_", "dev_", "train_", "centre_"):
+    for split in ("test_", "dev_", "train_", "center_"):
         found = [name for name in names if name.startswith(split)]
         if found:
             return str(next((name for name in found if not name.endswith(("_loss", "_score"))), found[0]))

@@ -12,35 +12,42 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from germline.errors import BadInput, Lost
+from germline.errors import BadInput, FleetLostError
 from germline.fleet import Local
-from germline.fleet.local import mean_score, one_thread_each
+from germline.fleet.local import mean_score, single_threaded_torch
 from germline.genome import Genome
 from germline.journal import PROBE
-from germline.kernels import home
-from germline.noise import WORD, Field, Stream
+from germline.kernels import kernel_device
+from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import Batch, Objective, seeded_generators
-from germline.optim import Moments
+from germline.optim.optimizers import Moments
+from germline.optim.shaping import utilities
 from germline.population import (
     SURVIVAL,
     DType,
     Evaluator,
     Plan,
-    Settled,
+    PlanChoice,
     SlowPath,
-    agrees,
     block_size,
-    correlation,
+    choose_dtype,
+    choose_plan,
     exact_arithmetic,
     first_sentence,
-    in_type,
-    prepared,
-    scores_of,
-    settle,
+    make_evaluation_copy,
+    matches_plain_copy,
+    rank_correlation,
+    score_first_members,
 )
-from germline.shaping import utilities
-from germline.strategies import AnyStrategy, Apart, Candidates, Differentiating, Origin, Told
-from germline.strategies.settings import optimiser_of
+from germline.strategies import (
+    AnyStrategy,
+    Candidates,
+    Differentiating,
+    GenerationInputs,
+    GenerationResult,
+    UnsharedCandidates,
+)
+from germline.strategies.settings import build_optimizer
 
 Exam = Callable[[Evaluator, torch.Tensor], float]
 Learner = Callable[[int, torch.Tensor, Moments], tuple[torch.Tensor, Moments, float]]  # of a member
@@ -49,7 +56,7 @@ LADDER = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # the sigmas that sigma="auto" cho
 CHECK_EVERY = 100  # generations between checks of sampled members
 SAMPLED = 3  # members of such a check
 OFFSPRING = 6  # arrays of the size of a child that are there while it is made: parents, masks, noise
-PLAIN = Plan(1, "loop", vectorised=False)
+PLAIN = Plan(1, "loop", vectorized=False)
 FEW = 4  # processes up to which samples around a gradient have the same blocks, and so the same bits
 SAME = 1e-4  # relative difference up to which the score of a batch is the mean of those of its slices
 RANKED = 256  # members whose ranks are compared where the arithmetic is in bfloat16
@@ -85,7 +92,7 @@ class Core:
     def __post_init__(self) -> None:
         self.device = self.fleet.place()
         if self.module is not None:
-            self.genome = Genome.of(self.module)
+            self.genome = Genome.from_module(self.module)
             if self.objective.of_model:  # it may bring tensors of its own, for the device where the module is
                 self.device = self.fleet.place(next(self.module.parameters()).device)
             self.module = copy.deepcopy(self.module)
@@ -93,10 +100,8 @@ class Core:
         else:
             theta = torch.zeros(self.genome.size, dtype=self.genome.dtype, device=self.device)
         self.strategy = self.fleet.adapted(self.strategy)
-        if hasattr(self.strategy, "resolved"):  # constants that depend on the number of parameters
-            self.strategy = self.strategy.resolved(self.genome.size)
-        if hasattr(self.strategy, "laid_out"):  # and those that depend on which of them are where
-            self.strategy = self.strategy.laid_out(self.genome)
+        if hasattr(self.strategy, "bind"):  # constants that depend on the layout of the parameters
+            self.strategy = self.strategy.bind(self.genome)
         self.noise = self.strategy.field(self.seed, self.genome)
         self.state = self.initial(theta)
 
@@ -107,7 +112,9 @@ class Core:
             return strategy.init(theta)
         members = [theta]
         if strategy.diversity == "noise":
-            noise = self.noise.members(np.arange(1, strategy.population), WORD - 1, self.device)  # of no generation
+            noise = self.noise.members(
+                np.arange(1, strategy.population), ADDRESS_LIMIT - 1, self.device
+            )  # of no generation
             members += list(noise.perturb(theta, strategy.spread))
         else:
             for k in range(1, strategy.population):
@@ -123,20 +130,20 @@ class Core:
     def sample(self, batch: Batch | None) -> NDArray[np.float32]:
         """The scores of a few members around the initial weights, by which a process proves that it finds the same."""
         assert self.module is not None
-        centre = self.genome.read(self.module, self.device)
-        candidates = Candidates(self.noise, WORD - 2, centre, LADDER[2])
+        center = self.genome.read(self.module, self.device)
+        candidates = Candidates(self.noise, ADDRESS_LIMIT - 2, center, LADDER[2])
         if self.rears or self.strategy.population == 1:  # they have no blocks of members
             return Local.evaluate(self.fleet, self._make(PLAIN), candidates, 1, batch)
         evaluator = self.prepare(batch)
         values = self.strategy.values(self.state, 0)
         if not self.strategy.needs_gradient and not self.strategy.ask(self.state, self.noise, 0, values).shared:
-            candidates = Apart(self.noise, WORD - 2, centre, LADDER[2])
+            candidates = UnsharedCandidates(self.noise, ADDRESS_LIMIT - 2, center, LADDER[2])
         return Local.evaluate(self.fleet, evaluator, candidates, evaluator.plan.block, batch)
 
     def try_out(self, batch: Batch | None) -> None:
         """Runs the user's own module once, so that what does not fit is said before anything else is done."""
         assert self.module is not None
-        self.objective = self.objective.tried(prepared(self.module).to(self.device), batch)
+        self.objective = self.objective.checked_on(make_evaluation_copy(self.module).to(self.device), batch)
 
     def prepare(self, batch: Batch | None) -> Evaluator:
         """Settles, once and for all, how members are evaluated."""
@@ -152,7 +159,7 @@ class Core:
 
     def _make(self, plan: Plan) -> Evaluator:
         assert self.module is not None
-        return Evaluator.of(self.module, self.genome, self.objective, self.device, plan)
+        return Evaluator.build(self.module, self.genome, self.objective, self.device, plan)
 
     def _settle(self, batch: Batch | None) -> Plan:
         assert self.module is not None
@@ -162,22 +169,22 @@ class Core:
         if not self.strategy.needs_gradient and getattr(self.strategy, "sigma", None) != "auto":
             candidates = self.strategy.ask(self.state, self.noise, 0, self.strategy.values(self.state, 0))
         if not candidates.shared:
-            candidates = Apart(self.noise, 0, self.state.theta, LADDER[2])
+            candidates = UnsharedCandidates(self.noise, 0, self.state.theta, LADDER[2])
         copies = 1 if candidates.shared else OFFSPRING
-        with one_thread_each(), exact_arithmetic(self.device):
+        with single_threaded_torch(), exact_arithmetic(self.device):
             size = block_size(
                 self.strategy.population,
                 self.genome,
-                prepared(self.module).to(self.device),
+                make_evaluation_copy(self.module).to(self.device),
                 batch,
                 copies,
                 processes=max(self.fleet.size, FEW if self.strategy.needs_gradient else 1),
             )
-            settled = settle(self._make, size, candidates, batch, dropout=self.dropout)
-            settled = in_type(self._make, settled, self.dtype, candidates, batch)
+            settled = choose_plan(self._make, size, candidates, batch, dropout=self.dropout)
+            settled = choose_dtype(self._make, settled, self.dtype, candidates, batch)
         if settled.reason is not None:
             warnings.warn(settled.sentence(), SlowPath, stacklevel=2)
-        if home(self.device).type != self.device.type:
+        if kernel_device(self.device).type != self.device.type:
             message = (
                 f"There are no kernels for {self.device}: its noise is made on the CPU, and layers go by torch's own."
             )
@@ -187,11 +194,11 @@ class Core:
     def _sliced(self, plan: Plan, batch: Batch | None) -> Plan:
         """In how many slices gradients are computed: one, where a score is not the mean of those of its parts."""
         slices, theta = self.differentiating.slices, self.state.theta
-        parts = batch.cut(slices) if batch is not None else []
+        parts = batch.split(slices) if batch is not None else []
         if len(parts) < 2:
             return plan
         evaluator = self._make(PLAIN)
-        with torch.no_grad(), one_thread_each(), exact_arithmetic(self.device), seeded_generators(0):
+        with torch.no_grad(), single_threaded_torch(), exact_arithmetic(self.device), seeded_generators(0):
             whole = float(evaluator.score_at(theta, batch))  # type: ignore[arg-type]
             scores = np.array([float(evaluator.score_at(theta, part)) for part in parts], np.float32)
         if math.isclose(whole, float(mean_score(scores, parts)[0]), rel_tol=SAME, abs_tol=SAME):
@@ -206,40 +213,44 @@ class Core:
     def differentiating(self) -> Differentiating:
         return cast(Differentiating, self.strategy)
 
-    def evaluate(self, generation: int, batch: Batch | None, judged: Batch | None = None) -> Told:
+    def evaluate(self, generation: int, batch: Batch | None, on_dev: Batch | None = None) -> GenerationResult:
         """The scores of a generation, and its gradient if there is one; samples may be judged on another batch."""
         self.prepare(batch)
         values = self.strategy.values(self.state, generation)
         if not self.strategy.needs_gradient:
             candidates = self.strategy.ask(self.state, self.noise, generation, values)
-            return Told(generation, self.scores(candidates, batch, self.origin(generation, values)), values)
-        strategy, state, told = self.differentiating, self.state, Told(generation, np.empty(0, np.float32), values)
+            return GenerationResult(generation, self.scores(candidates, batch, self.origin(generation, values)), values)
+        strategy, state, result = (
+            self.differentiating,
+            self.state,
+            GenerationResult(generation, np.empty(0, np.float32), values),
+        )
         if strategy.differentiates(generation):
-            told = self.differentiate(generation, batch, values)
+            result = self.differentiate(generation, batch, values)
             if not strategy.samples(generation):
-                return told
-            assert told.gradient is not None
-            state = strategy.informed(state, told.gradient, generation, maximize=self.objective.maximize)
-        origin = replace(self.origin(generation, values, state), judged=judged is not None)
-        judged = batch if judged is None else judged
-        scores = self.scores(self.strategy.ask(state, self.noise, generation, values), judged, origin)
-        unshifted = strategy.unshifted(state, self.noise, generation, values)
-        if unshifted is not None:
+                return result
+            assert result.gradient is not None
+            state = strategy.with_gradient(state, result.gradient, generation, maximize=self.objective.maximize)
+        origin = replace(self.origin(generation, values, state), on_dev=on_dev is not None)
+        on_dev = batch if on_dev is None else on_dev
+        scores = self.scores(self.strategy.ask(state, self.noise, generation, values), on_dev, origin)
+        reference_candidates = strategy.reference_candidates(state, self.noise, generation, values)
+        if reference_candidates is not None:
             self.single = self.single or self._make(replace(self.settled, block=1))
-            scores = np.concatenate([self.fleet.evaluate(self.single, unshifted, 1, judged), scores])
-        return replace(told, scores=scores)
+            scores = np.concatenate([self.fleet.evaluate(self.single, reference_candidates, 1, on_dev), scores])
+        return replace(result, scores=scores)
 
-    def origin(self, generation: int, values: Mapping[str, float], state: Any = None) -> Origin:
+    def origin(self, generation: int, values: Mapping[str, float], state: Any = None) -> GenerationInputs:
         """What a generation is made of; from the State as it is, or from one that knows the next gradient."""
         known = state is not None and state is not self.state
         version, state = f"{generation}{'+' * known}", state or self.state
-        return Origin(self.strategy, state, version, generation, values, batch=generation, given=self.given)
+        return GenerationInputs(self.strategy, state, version, generation, values, batch=generation, given=self.given)
 
-    def scores(self, candidates: Candidates, batch: Batch | None, origin: Origin) -> NDArray[np.float32]:
+    def scores(self, candidates: Candidates, batch: Batch | None, origin: GenerationInputs) -> NDArray[np.float32]:
         """Of all members; by a slower way from here on where the usual one fails."""
         evaluator, generation = self.prepare(batch), int(candidates.generation)
         population, plan = self.strategy.population, evaluator.plan
-        alone, slower = Plan(1, "alone", vectorised=False, dropout=plan.dropout), None
+        alone, slower = Plan(1, "isolated", vectorized=False, dropout=plan.dropout), None
         begun, self.under_way = self.under_way, None
         try:
             if begun is not None and begun.fits(self, generation, batch, origin.values):
@@ -249,15 +260,15 @@ class Core:
             looked_at = batch is not None and generation % CHECK_EVERY == 1
             if looked_at and not self._all_confirm(candidates, batch, scores):
                 if plan.dtype == "bfloat16":
-                    slower = Settled(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
+                    slower = PlanChoice(replace(plan, dtype="float32"), "bfloat16 no longer tells them apart")
                 else:
-                    slower = Settled(alone, "scores of sampled members are no longer those of the model by itself")
-        except (BadInput, Lost):
+                    slower = PlanChoice(alone, "scores of sampled members are no longer those of the model by itself")
+        except (BadInput, FleetLostError):
             raise
         except Exception as error:  # code that takes another way with this batch than it took in the check
             if plan.one_by_one:
                 raise
-            slower = Settled(alone, f"{type(error).__name__}: {first_sentence(error)}")
+            slower = PlanChoice(alone, f"{type(error).__name__}: {first_sentence(error)}")
         if slower is not None:
             evaluator = self._make(slower.plan)
             scores = self.fleet.evaluate(evaluator, candidates, population, batch, origin)  # or it is an error
@@ -295,14 +306,14 @@ class Core:
         if self.plan.dtype == "bfloat16":
             count = min(RANKED, scores.size)
             exactly = replace(self.plan, dtype="float32", block=min(self.plan.block, RANKED))
-            with one_thread_each(), exact_arithmetic(self.device):
-                exact = scores_of(self._make(exactly), candidates, batch, count)
-            return correlation(exact, scores[:count]) >= SURVIVAL
+            with single_threaded_torch(), exact_arithmetic(self.device):
+                exact = score_first_members(self._make(exactly), candidates, batch, count)
+            return rank_correlation(exact, scores[:count]) >= SURVIVAL
         number = int(candidates.generation)
-        sampled = self.noise.below(scores.size, SAMPLED, number, Stream.SELECTION, member=WORD - 1)
-        with one_thread_each(), exact_arithmetic(self.device):
-            plain = self._make(Plan(1, "alone", vectorised=False, dropout=self.plan.dropout))
-            right = [agrees(plain, candidates, batch, scores, int(member)) for member in sampled]
+        sampled = self.noise.below(scores.size, SAMPLED, number, Stream.SELECTION, member=ADDRESS_LIMIT - 1)
+        with single_threaded_torch(), exact_arithmetic(self.device):
+            plain = self._make(Plan(1, "isolated", vectorized=False, dropout=self.plan.dropout))
+            right = [matches_plain_copy(plain, candidates, batch, scores, int(member)) for member in sampled]
         return sum(right) >= SAMPLED - 1
 
     def adopt(self, plan: Plan) -> None:
@@ -310,7 +321,7 @@ class Core:
         if plan != self.plan:
             self.plan, self.evaluator, self.single, self.backward, self.under_way = plan, None, None, None, None
 
-    def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> Told:
+    def differentiate(self, generation: int, batch: Batch | None, values: Mapping[str, float]) -> GenerationResult:
         if batch is None:
             raise BadInput(
                 f"The strategy {self.strategy.name} needs data and a loss of (output, target), not an objective."
@@ -325,9 +336,9 @@ class Core:
                 message = "The loss has no gradient, which the strategy 'gradient' needs: use openai-es for it."
                 raise BadInput(message) from error
             raise
-        return Told(generation, scores, values, gradient)
+        return GenerationResult(generation, scores, values, gradient)
 
-    def rear(self, generation: int, lessons: Callable[[int], Iterator[Batch]], exam: Exam) -> Told:
+    def rear(self, generation: int, lessons: Callable[[int], Iterator[Batch]], exam: Exam) -> GenerationResult:
         """Members learn, each its own lessons, and are examined; the State is that of those who have learned."""
         strategy, state = cast(Any, self.strategy), self.state
         values = strategy.values(state, generation)
@@ -339,26 +350,26 @@ class Core:
         origin = self.origin(generation, values)
         found, scores = self.fleet.rear(one, strategy.population, self.device, origin)
         self.state = strategy.learned(state, [theta for theta, _, _ in found], [moments for _, moments, _ in found])
-        return Told(generation, scores, values)
+        return GenerationResult(generation, scores, values)
 
     def learner(self, lessons: Callable[[int], Iterator[Batch]], exam: Exam, values: Mapping[str, float]) -> Learner:
         """How a member learns, and how well it does then."""
-        plain, maximize, optimiser = self.plain(), self.objective.maximize, optimiser_of(self.strategy)
+        plain, maximize, optimizer = self.plain(), self.objective.maximize, build_optimizer(self.strategy)
 
         def learn(member: int, theta: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, Moments, float]:
             for batch in lessons(member):
                 gradient = self.fleet.lesson(plain, theta, batch)
-                theta, moments = optimiser.step(theta, -gradient if maximize else gradient, moments, values["lr"])
+                theta, moments = optimizer.step(theta, -gradient if maximize else gradient, moments, values["lr"])
             return theta, moments, exam(plain, theta)
 
         return learn
 
-    def passes(self, told: Told) -> int:
+    def passes(self, result: GenerationResult) -> int:
         """Forward passes of a generation; backprop counts as three."""
         if not self.strategy.needs_gradient:
             return self.strategy.population
-        strategy, generation = self.differentiating, told.generation
-        return 3 * strategy.differentiates(generation) + strategy.samples(generation) * int(told.scores.size)
+        strategy, generation = self.differentiating, result.generation
+        return 3 * strategy.differentiates(generation) + strategy.samples(generation) * int(result.scores.size)
 
     def plain(self) -> Evaluator:
         """Of gradients, which are those of the module itself."""
@@ -366,14 +377,14 @@ class Core:
             self.backward = self._make(replace(PLAIN, slices=self.settled.slices))
         return self.backward
 
-    def tell(self, told: Told) -> None:
+    def tell(self, result: GenerationResult) -> None:
         """Folds a generation into a whole State."""
-        self.state = self.strategy.tell(self.state, told, self.noise, maximize=self.objective.maximize)
+        self.state = self.strategy.tell(self.state, result, self.noise, maximize=self.objective.maximize)
 
-    def advance(self, told: Told) -> None:
+    def advance(self, result: GenerationResult) -> None:
         """The same by the whole fleet, each with its part of the State."""
         maximize = self.objective.maximize
-        given = (self.strategy, self.state, told, self.noise)
+        given = (self.strategy, self.state, result, self.noise)
         self.state = self.fleet.advance(self.update, *given, maximize=maximize)
 
     def divide(self) -> None:
@@ -386,36 +397,36 @@ class Core:
         """The State with what other processes have of it; all must ask for it."""
         return self.fleet.whole(self.update, self.strategy, self.state)
 
-    def probe(self, batch: Batch | None) -> Told:
+    def probe(self, batch: Batch | None) -> GenerationResult:
         """Chooses sigma: the one for which two halves of a population agree best on where to go."""
         evaluator = self.prepare(batch)
         half = self.strategy.population // 4 * 2 or 1  # whole pairs
         found, all_scores = [], []
         for i, sigma in enumerate(LADDER):
-            address = WORD - 1 - i  # generations that no run reaches
+            address = ADDRESS_LIMIT - 1 - i  # generations that no run reaches
             candidates = self.strategy.ask(self.state, self.noise, address, {"sigma": sigma})
             scores = self.fleet.evaluate(evaluator, candidates, self.strategy.population, batch)
             all_scores.append(scores)
             found.append((self._agreement(scores, half, address), sigma))
-        return Told(PROBE, np.concatenate(all_scores), {"sigma": max(found)[1]})
+        return GenerationResult(PROBE, np.concatenate(all_scores), {"sigma": max(found)[1]})
 
-    def diagnose(self, told: Told, before: Any) -> dict[str, float]:
-        """How far a generation moved the centre, at what sigma, and how far two halves of it agree on the direction."""
+    def diagnose(self, result: GenerationResult, before: Any) -> dict[str, float]:
+        """How far a generation moved the center, at what sigma, and how far two halves of it agree on the direction."""
         found = {"step": float((self.state.theta - before.theta).double().norm())}
-        candidates = self.strategy.ask(before, self.noise, told.generation, told.values)
+        candidates = self.strategy.ask(before, self.noise, result.generation, result.values)
         if isinstance(candidates.sigma, torch.Tensor):
             found["sigma"] = float(candidates.sigma.double().mean())
         if self.rears and len(self.state.members) > 1:
             found["diversity"] = float(torch.pdist(before.members.double()).mean())
         if candidates.shared and not self.strategy.needs_gradient and self.strategy.population >= 4:
             half = self.strategy.population // 4 * 2
-            if all(np.isfinite(part).any() for part in (told.scores[:half], told.scores[half : 2 * half])):
-                found["agreement"] = self._agreement(told.scores, half, told.generation)
+            if all(np.isfinite(part).any() for part in (result.scores[:half], result.scores[half : 2 * half])):
+                found["agreement"] = self._agreement(result.scores, half, result.generation)
         return found
 
-    def compare(self, told: Told) -> dict[str, float]:
+    def compare(self, result: GenerationResult) -> dict[str, float]:
         """The gradient of a generation beside the one before: its length, how much that changed, and the angle."""
-        here = told.gradient if told.gradient is not None else getattr(self.state, "direction", None)
+        here = result.gradient if result.gradient is not None else getattr(self.state, "direction", None)
         before, self.latest = self.latest, here
         if here is None:
             return {}

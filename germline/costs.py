@@ -33,21 +33,22 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from germline.core import Core
-from germline.errors import BadInput, unknown
+from germline.errors import BadInput, unknown_name
 from germline.fleet import Local
 from germline.fleet.exchange import Mode, refuse
-from germline.fleet.local import one_thread_each
+from germline.fleet.local import single_threaded_torch
+from germline.genome import Genome
 from germline.objective import Batch
 from germline.population.size import even_block
-from germline.recipe import Recipe
-from germline.strategies import AnyStrategy, Told, pack
+from germline.recipes.recipe import Recipe
+from germline.strategies import AnyStrategy, GenerationResult, pack
 from germline.trainer import set_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # the simplest first
-WORD = 4  # bytes of a score, and of an integer of a sum
+SCORE_BYTES = 4  # bytes of a score, and of an integer of a sum
 
 MODELLED = ("openai-es", "snes", "mu-lambda", "ga", "pso")
 LATENCY = 3e-4  # seconds of a message by gloo, between two processes of one machine
@@ -57,7 +58,7 @@ WORTH = 0.01  # by how much a mode must be faster to be chosen over a simpler on
 EVALUATING, TELLING = 2.0, 1.0  # seconds that a measurement of the rates may take, the latter twice
 REPEATS = 10
 FEW, BLOCKS = 8, 4  # members of the smaller population that is told; blocks that are evaluated
-CENTRE = 0.05  # sigma, where it has yet to be chosen
+CENTER = 0.05  # sigma, where it has yet to be chosen
 
 WORKERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 FULL = 96  # workers that have the stated number of members each where the population stays the same
@@ -195,7 +196,7 @@ def cost(
     (0.4, 0.1, 16.0)
     """
     if mode not in MODES:
-        raise unknown("exchange", mode, MODES)
+        raise unknown_name("exchange", mode, MODES)
     if workers < 1 or population < 1:
         raise BadInput(f"There must be at least one worker and one member, not {workers} and {population}.")
     asked, sums = arrays_asked(strategy, population), arrays_summed(strategy)
@@ -216,12 +217,12 @@ def cost(
             messages, update = others, update / workers
             kept = asked + (held - asked) / workers  # what only tell reads stays with its owner
         case "semi":
-            received = sent = 2 * sums * WORD * parameters * others / workers
+            received = sent = 2 * sums * SCORE_BYTES * parameters * others / workers
             messages, update = 2 * others, share * rates.noise_seconds + rates.step_seconds
         case "central":
             received, sent = float(asked * array * min(1, others)), float(asked * array * rounds)
             messages = rounds
-    scores = WORD * population * others / workers
+    scores = SCORE_BYTES * population * others / workers
     received, sent, messages = received + scores, sent + scores, messages + others
     evaluate = scored * rates.member_seconds
     waiting = max(received, sent) / network.bandwidth_bytes_per_second + messages * network.latency_seconds
@@ -340,7 +341,7 @@ def measure(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", seed: i
     What an update costs is measured at two populations, which tells apart what grows with the population.
     """
     arrays_asked(strategy)  # or there is no model
-    with one_thread_each():
+    with single_threaded_torch():
         core, batch = ready(recipe, strategy, device, seed)
         assert core.plan is not None
         few, many = pair_of_updates(core)
@@ -360,7 +361,7 @@ def measure(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", seed: i
 def ready(recipe: Recipe, strategy: AnyStrategy, device: str, seed: int) -> tuple[Core, Batch | None]:
     """A recipe's core, as a run would begin with it, and its first batch."""
     if getattr(strategy, "sigma", None) == "auto":
-        strategy = with_settings(strategy, sigma=CENTRE)
+        strategy = with_settings(strategy, sigma=CENTER)
     core, *_, batch = set_up(dataclasses.replace(recipe, strategy=strategy), Local(device, workers=1), seed)
     core.prepare(batch)
     return core, batch
@@ -370,13 +371,13 @@ def with_settings(strategy: Any, **settings: Any) -> Any:
     return dataclasses.replace(strategy, **settings)
 
 
-def with_population(strategy: Any, population: int, parameters: int) -> Any:
+def with_population(strategy: Any, population: int, genome: Genome) -> Any:
     """The strategy with about so many members: an even number, of which there must be enough to choose parents from."""
     least = 2 * getattr(strategy, "parents", 1)
     settings = {"population": max(least, population + population % 2)}
     tied: dict[str, Any] = {"utilities": None, "shards": 1}  # settings that fit one population only
     changed = with_settings(strategy, **settings, **{k: v for k, v in tied.items() if hasattr(strategy, k)})
-    return changed.resolved(parameters) if hasattr(changed, "resolved") else changed
+    return changed.bind(genome) if hasattr(changed, "bind") else changed
 
 
 @dataclass(frozen=True)
@@ -396,14 +397,14 @@ def pair_of_updates(core: Core) -> tuple[Update, Update]:
 
 
 def measured_update(core: Core, population: int) -> Update:
-    strategy = with_population(core.strategy, population, core.genome.size)
+    strategy = with_population(core.strategy, population, core.genome)
     scores = np.arange(strategy.population, dtype=np.float32)
     state, numbers = strategy.init(core.state.theta), itertools.count()
 
     def tell() -> None:
         nonlocal state
         generation = next(numbers)
-        told = Told(generation, scores, strategy.values(state, generation))
+        told = GenerationResult(generation, scores, strategy.values(state, generation))
         state = strategy.tell(state, told, core.noise, maximize=core.objective.maximize)
         state.theta[:1].cpu()  # waits for the device
 
@@ -417,12 +418,12 @@ def seconds_of_a_member(core: Core, batch: Batch | None) -> float:
     """On a CPU of a few blocks, which share what is made once for a generation; on a card of the whole population."""
     evaluator, population = core.prepare(batch), core.strategy.population
     block = min(evaluator.plan.block, population)
-    strategy = with_population(core.strategy, min(population, BLOCKS * block), core.genome.size)
+    strategy = with_population(core.strategy, min(population, BLOCKS * block), core.genome)
     if core.device.type != "cpu":
         strategy = core.strategy
     state = strategy.init(core.state.theta)
     scores = np.arange(strategy.population, dtype=np.float32)
-    told = Told(0, scores, strategy.values(state, 0))
+    told = GenerationResult(0, scores, strategy.values(state, 0))
     state = strategy.tell(state, told, core.noise, maximize=core.objective.maximize)
     candidates = strategy.ask(state, core.noise, 1, strategy.values(state, 1))
 
@@ -458,7 +459,7 @@ def figure(
 ) -> "Figure":
     """Weak and strong scaling efficiency against the number of workers, in the form of DarwiNN's figure 2.
 
-    The columns are networks, the colours exchanges, the styles members per worker. In strong scaling the population is
+    The columns are networks, the colors exchanges, the styles members per worker. In strong scaling the population is
     what gives 96 workers that many members each. Chromosome updates may scale better than 1: they share what an update
     costs whatever the population is.
     """
@@ -479,8 +480,8 @@ def figure(
     axes = plot.subplots(2, len(networks), squeeze=False, sharex=True, sharey=True)
     highest = 1.0
     for column, network in enumerate(networks):
-        for (mode, (_, colour)), (i, members) in itertools.product(drawn.items(), enumerate(populations)):
-            look: dict[str, Any] = {"color": colour, "linestyle": styles[i % len(styles)], "lw": 1.6}
+        for (mode, (_, color)), (i, members) in itertools.product(drawn.items(), enumerate(populations)):
+            look: dict[str, Any] = {"color": color, "linestyle": styles[i % len(styles)], "lw": 1.6}
             for row, efficiency, size in ((0, weak_efficiency, members), (1, strong_efficiency, members * FULL)):
                 values = [efficiency(rates, strategy, parameters, size, mode, n, network) or 0.0 for n in workers]
                 axes[row][column].plot(workers, values, **look)
@@ -497,7 +498,7 @@ def figure(
         axis.xaxis.set_minor_locator(NullLocator())
         axis.set_ylim(0, 1.05 * highest)
         axis.grid(alpha=0.3)
-    colours = [Line2D([], [], color=colour, lw=2, label=name) for name, colour in drawn.values()]
+    colors = [Line2D([], [], color=color, lw=2, label=name) for name, color in drawn.values()]
     dashes = [
         Line2D(
             [],
@@ -508,8 +509,8 @@ def figure(
         )
         for i, n in enumerate(populations)
     ]
-    for short, long in ((colours, dashes), (dashes, colours)):  # of equal length: a column each
+    for short, long in ((colors, dashes), (dashes, colors)):  # of equal length: a column each
         short += [Line2D([], [], linestyle="", label=" ") for _ in long[len(short) :]]
-    plot.legend(handles=colours + dashes, loc="outside lower center", ncols=2, frameon=False)
+    plot.legend(handles=colors + dashes, loc="outside lower center", ncols=2, frameon=False)
     plot.suptitle(f"{strategy.name}, {parameters:,} parameters, {in_seconds(rates.member_seconds)} a member")
     return plot

@@ -77,7 +77,7 @@ NEARBY = Path("..", "shared", "data")  # which projects side by side may have in
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-class Missing(BadInput):
+class MissingDataError(BadInput):
     """A data set is not on this machine."""
 
 
@@ -165,7 +165,7 @@ def cifar10_files() -> list[Bytes]:
                 contents = (checked(folder / file, digest) for file, digest in files.items())
                 raw = contents if files is CIFAR10 else map(lzma.decompress, contents)
                 return [np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32) for content in raw]
-    raise Missing(f"CIFAR-10's binary version ({', '.join(CIFAR10)}) is not here: {GIVEN}.")
+    raise MissingDataError(f"CIFAR-10's binary version ({', '.join(CIFAR10)}) is not here: {GIVEN}.")
 
 
 def photographs(records: Bytes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,7 +308,7 @@ def published(name: str, mirror: str, file: str, sha256: str, *, download: bool 
         if (folder / file).is_file():
             return checked(folder / file, sha256)
     if not download:
-        raise Missing(f"{file} of {name} is not here: {GIVEN}.")
+        raise MissingDataError(f"{file} of {name} is not here: {GIVEN}.")
     content = downloaded(mirror + file, f"{file} of {name}")
     if hashlib.sha256(content).hexdigest() != sha256:
         raise BadInput(f"What {mirror} sent as {file} is not the published file: its checksum is another.")

@@ -21,7 +21,7 @@ from germline.core import Core
 from germline.fleet import Local
 from germline.header import processor
 from germline.journal import connect
-from germline.kernels import Address, home, reference
+from germline.kernels import Address, kernel_device, reference
 from germline.noise import VALUES, Field
 from germline.objective import Batch, Objective
 from germline.strategies import OpenAIES
@@ -42,7 +42,7 @@ def examine() -> dict[str, Any]:
     }
     for device in devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        place = home(device)
+        place = kernel_device(device)
         found[f"{device}"] = name if place == device else f"{name}; its noise is made on the {place}"
         found[f"{device} noise"] = "agrees with the definition" if agrees(device) else "DISAGREES with the definition"
         found |= {f"{device} {what}": said for what, said in rates(device).items()}
@@ -61,10 +61,10 @@ def devices() -> list[torch.device]:
 
 def agrees(device: torch.device) -> bool:
     """A slice of the field, made on the device and by the definition."""
-    low, high = noise.PROVEN
+    low, high = noise.DIGEST_SPAN
     address = Address(0xF123456789ABCDEF, 0, 2**32 - 1, np.array([5, 2**32 - 1]), low)
     expected = reference.slices(address, high - low, VALUES["popcount"].reading).astype(np.int8)
-    return noise.proof(device) == hashlib.sha256(expected.tobytes()).hexdigest()
+    return noise.field_digest(device) == hashlib.sha256(expected.tobytes()).hexdigest()
 
 
 def rates(device: torch.device) -> dict[str, str]:
@@ -86,7 +86,7 @@ def fractions(device: torch.device) -> dict[str, str]:
     """How fast a population is evaluated, beside one network's inference on as many examples in the same arithmetic."""
     population, batch = (4096, 256) if device.type == "cuda" else (64, 64)
     module = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-    examples = Batch.of((torch.randn(batch, 784), torch.randint(0, 10, (batch,))), device)
+    examples = Batch.from_raw((torch.randn(batch, 784), torch.randint(0, 10, (batch,))), device)
     large = examples.args[0].repeat(population, 1)
     found = {}
     for name, rank in (("dense noise", None), ("noise of rank 1", 1)):

@@ -16,15 +16,15 @@ class BadInput(ValueError):
     """
 
 
-class Failed(BadInput):
+class MachineError(BadInput):
     """What was asked for was right, but the machine could not do it: a full disk, for example."""
 
 
-class Lost(RuntimeError):
+class FleetLostError(RuntimeError):
     """The other processes of a fleet are gone: this one ends, and whoever launched it may start all of them again."""
 
 
-def unknown(what: str, name: str, names: Iterable[str]) -> BadInput:
+def unknown_name(what: str, name: str, names: Iterable[str]) -> BadInput:
     """The answer to a misspelt name: the nearest valid one, and all of them."""
     valid = sorted(names)
     near = get_close_matches(name, valid, n=1, cutoff=0.4)

@@ -38,7 +38,7 @@ class Genome:
     """The layout of a module's trainable parameters.
 
     >>> net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
-    >>> genome = Genome.of(net)
+    >>> genome = Genome.from_module(net)
     >>> [(slot.name, slot.shape, slot.start) for slot in genome.slots]
     [('0.weight', (2, 3), 0), ('0.bias', (2,), 6), ('1.weight', (1, 2), 8)]
     >>> theta = genome.read(net)
@@ -50,7 +50,7 @@ class Genome:
     slots: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, module: nn.Module) -> "Genome":
+    def from_module(cls, module: nn.Module) -> "Genome":
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
@@ -133,7 +133,7 @@ class Genome:
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
         """The parameters behind the slots, or a sentence that names the first difference."""
-        other = Genome.of(module)
+        other = Genome.from_module(module)
         if other.fingerprint != self.fingerprint:
             for mine, theirs in zip(self.slots, other.slots, strict=False):
                 if (mine.name, mine.shape, mine.aliases) != (theirs.name, theirs.shape, theirs.aliases):
@@ -161,7 +161,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
         furthest = max(furthest, here, key=lambda r: (r[0], r[2]))
 
 
-def fixed_sha256(module: nn.Module) -> str:
+def frozen_sha256(module: nn.Module) -> str:
     """The hash of what a run needs of a module and theta does not hold: frozen parameters and persistent buffers.
 
     The running statistics of batch norm are not needed: they are re-estimated.

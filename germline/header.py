@@ -12,9 +12,9 @@ import torch
 
 from germline.core import Core
 from germline.errors import BadInput
-from germline.genome import fixed_sha256, theta_sha256
+from germline.genome import frozen_sha256, theta_sha256
 from germline.objective import Batches, Data
-from germline.schedule import Schedule
+from germline.optim.schedules import Schedule
 from germline.strategies import AnyStrategy, strategy_class
 from germline.version import __version__
 
@@ -34,7 +34,7 @@ def header_of(
         "maximize": core.objective.maximize,
         "seed": core.seed,
         "layout": core.genome.described(),
-        "fixed": fixed_sha256(core.module),
+        "fixed": frozen_sha256(core.module),
         "data": {name: data.fingerprint for name, data in splits.items()},
         "batch_size": batches.batch_size if batches is not None else None,
         "shuffle": batches.shuffle if batches is not None else True,

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from germline import noise
-from germline.errors import BadInput, Failed
+from germline.errors import BadInput, MachineError
 from germline.genome import theta_sha256
-from germline.strategies.base import Told, pack, unpack
+from germline.strategies.base import GenerationResult, pack, unpack
 
 FORMAT = 1  # of the journal
 SCHEMA = """
@@ -46,7 +46,7 @@ S = TypeVar("S")
 class Record:
     """One generation: what a replay needs, and what only people want to know."""
 
-    told: Told
+    result: GenerationResult
     theta_sha256: str | None  # of the State after it, where a replay has to compute a gradient again
     side: Mapping[str, Any]  # seconds, bytes, metrics
 
@@ -126,22 +126,22 @@ class Journal:
     def close(self) -> None:
         self.connection.close()
 
-    def append(self, told: Told, theta_sha256: str | None, side: Mapping[str, Any]) -> None:
+    def append(self, result: GenerationResult, theta_sha256: str | None, side: Mapping[str, Any]) -> None:
         """Adds one record, which is on disk once it is committed, and until then is as if it had not been."""
-        scores = np.ascontiguousarray(told.scores, "<f4").tobytes()
-        values, extra = canonical(told.values), canonical(side)
+        scores = np.ascontiguousarray(result.scores, "<f4").tobytes()
+        values, extra = canonical(result.values), canonical(side)
         with usable(self.path):
             if not self.connection.in_transaction:
                 self.connection.execute("BEGIN IMMEDIATE")
             last = self.connection.execute("SELECT generation, chain FROM tip").fetchone()
-            if last is not None and last[0] != told.generation - 1:
-                message = f"{self.path} has {last[0] + 1} generations, not {told.generation}"
+            if last is not None and last[0] != result.generation - 1:
+                message = f"{self.path} has {last[0] + 1} generations, not {result.generation}"
                 raise BadInput(f"{message}: another process writes to it too.")
             before = last[1] if last is not None else digest(canonical(self.header).encode())
-            chain = link(before, told.generation, scores, values, theta_sha256)
-            row = (told.generation, scores, values, theta_sha256, chain, extra, digest(extra.encode())[:8])
+            chain = link(before, result.generation, scores, values, theta_sha256)
+            row = (result.generation, scores, values, theta_sha256, chain, extra, digest(extra.encode())[:8])
             self.connection.execute("INSERT INTO record VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-            self.connection.execute("INSERT OR REPLACE INTO tip VALUES (0, ?, ?)", (told.generation, chain))
+            self.connection.execute("INSERT OR REPLACE INTO tip VALUES (0, ?, ?)", (result.generation, chain))
 
     def commit(self) -> None:
         """Once this returns, all records survive a power cut."""
@@ -170,8 +170,10 @@ class Journal:
                 if digest(side.encode())[:8] != checksum:
                     raise BadInput(f"The times and metrics of record {generation} of {self.path} are damaged.")
                 before, expected = chain, generation + 1
-                told = Told(generation, np.frombuffer(scores, "<f4").astype(np.float32), json.loads(values))
-                yield Record(told, theta, json.loads(side))
+                result = GenerationResult(
+                    generation, np.frombuffer(scores, "<f4").astype(np.float32), json.loads(values)
+                )
+                yield Record(result, theta, json.loads(side))
             tip = self.connection.execute("SELECT generation, chain FROM tip").fetchall()
         if tip != ([(expected - 1, before)] if expected is not None else []):
             raise BadInput(f"The end of the journal of {self.path} is missing: restore the run from a copy.")
@@ -266,14 +268,14 @@ def usable(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        kind = Failed if any(word in str(error) for word in ("full", "I/O")) else BadInput
+        kind = MachineError if any(word in str(error) for word in ("full", "I/O")) else BadInput
         raise kind(
             f"The journal of {path} cannot be used: {error}. Check the disk and who else uses the run."
         ) from error
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise BadInput(f"The journal of {path} is damaged ({error}): restore the run from a copy.") from error
     except OSError as error:
-        kind = Failed if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else BadInput
+        kind = MachineError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else BadInput
         raise kind(f"{path} cannot be written: {error.strerror or error}.") from error
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from germline.clock import clock
 from germline.errors import BadInput
-from germline.kernels import Address, Reading, home, kernels_of, on, raw, reference
+from germline.kernels import Address, Reading, as_kernel_arg, kernel_device, kernels_for, reference, to_kernel_device
 from germline.kernels.recorded import Recorded
 
 VERSION = 1  # of the field; stands in every journal's header
@@ -30,11 +30,11 @@ Kind = Literal["popcount", "sign", "uniform"]
 Integers = Sequence[int] | NDArray[Any]
 Span = tuple[int, int]  # of parameters: first, one past the last
 
-WORD = 1 << 32
-PARAMETERS = 8 * WORD  # a 32-bit block number addresses 8 halves
+ADDRESS_LIMIT = 1 << 32
+PARAMETERS = 8 * ADDRESS_LIMIT  # a 32-bit block number addresses 8 halves
 SIGNIFICANT = 20  # bits of sigma: sigma * eps is then exact in float32, and contraction harmless
 SCRATCH = 1 << 22  # elements of low-rank factors that are held at once
-PROVEN = (777, 777 + 5000)  # the slice that proves a device
+DIGEST_SPAN = (777, 777 + 5000)  # the slice that proves a device
 RECORDINGS = 8  # sums that cards have recorded
 recordings: OrderedDict[Any, Recorded] = OrderedDict()
 
@@ -58,10 +58,10 @@ class Values(NamedTuple):
     variance: int
 
 
-class Live:
+class LiveScalars:
     """The number of a generation and its sigma in the memory of a card, for what is recorded once and launched often.
 
-    >>> live = Live(torch.device("cpu"))
+    >>> live = LiveScalars(torch.device("cpu"))
     >>> half = live.times(0.5, torch.float32)
     >>> live.set(generation=3, sigma=0.25)
     >>> half.tolist(), live.generation.tolist()
@@ -87,7 +87,7 @@ class Live:
         return self.products[factor, dtype]
 
 
-Sigma = float | torch.Tensor | Live  # for all parameters, or one for each, or one for all that changes
+Sigma = float | torch.Tensor | LiveScalars  # for all parameters, or one for each, or one for all that changes
 
 
 class Folded(NamedTuple):
@@ -123,13 +123,13 @@ class Matrix:
         return self.start + self.rows * self.columns
 
 
-def low_rank(shapes: Sequence[Sequence[int]], rank: int | Sequence[int | None] | None) -> tuple[Matrix, ...]:
+def low_rank_matrices(shapes: Sequence[Sequence[int]], rank: int | Sequence[int | None] | None) -> tuple[Matrix, ...]:
     """The parameters that get noise of low rank, given all shapes in the order of the genome.
 
     A tensor is viewed as first dimension x rest; vectors, and matrices whose factors would not be smaller than
     themselves, stay dense. ``rank`` may be given per shape; None is dense.
 
-    >>> [(m.rows, m.columns, m.address) for m in low_rank([(300, 784), (300,), (10, 300)], rank=1)]
+    >>> [(m.rows, m.columns, m.address) for m in low_rank_matrices([(300, 784), (300,), (10, 300)], rank=1)]
     [(300, 784, 0), (10, 300, 1084)]
     """
     ranks = list(rank) if isinstance(rank, Sequence) else [rank] * len(shapes)
@@ -154,7 +154,7 @@ class Field:
     """The noise of a run.
 
     ``mirrored``: members 2j and 2j + 1 have the same noise with opposite signs. ``matrices``: the parameters whose
-    noise is of low rank (see ``low_rank``); all others have dense noise.
+    noise is of low rank (see ``low_rank_matrices``); all others have dense noise.
 
     >>> noise = Field(seed=7).members([0, 1], generation=0)
     >>> noise.integers((0, 6)).tolist()
@@ -171,16 +171,20 @@ class Field:
     matrices: tuple[Matrix, ...] = ()
 
     def __post_init__(self) -> None:
-        whole_number("seed", self.seed, 1 << 64)
+        check_whole_number("seed", self.seed, 1 << 64)
         if self.kind not in VALUES:
             raise BadInput(f"There is no noise of kind {self.kind!r}: choose one of {', '.join(VALUES)}.")
 
     def members(self, members: Integers, generation: int | torch.Tensor, device: torch.device | str = "cpu") -> "Noise":
         """The noise of some members in one generation, to be used on ``device``.
 
-        The generation may be a number in the memory of a card (see ``Live``), for noise that is used on that card.
+        The generation may be a number in the memory of a card (see ``LiveScalars``), for noise that is used on that card.
         """
-        number = generation if isinstance(generation, torch.Tensor) else whole_number("generation", generation, WORD)
+        number = (
+            generation
+            if isinstance(generation, torch.Tensor)
+            else check_whole_number("generation", generation, ADDRESS_LIMIT)
+        )
         if isinstance(members, range):  # a whole population, generation after generation
             return Noise(self, places_of_all(members, self.mirrored), number, indexed(device))
         return Noise(self, Places(members, self.mirrored), number, indexed(device))
@@ -191,7 +195,7 @@ class Field:
         >>> Field(seed=7).below(10, 8, generation=0, stream=Stream.BATCH).tolist()
         [3, 1, 3, 7, 4, 0, 9, 3]
         """
-        if not 1 <= bound <= WORD:
+        if not 1 <= bound <= ADDRESS_LIMIT:
             raise BadInput(f"Integers below {bound} cannot be drawn: the bound must be from 1 to 2^32.")
         words = self.members([member], generation).words(count, stream)
         return (words * np.uint64(bound) >> np.uint64(32)).astype(np.int64)
@@ -210,11 +214,11 @@ class Field:
         variance = VALUES[self.kind].variance
         return 1 / math.sqrt(variance) if matrix is None else 1 / (variance * math.sqrt(matrix.rank))
 
-    def in_units(self, sums: torch.Tensor, span: Span, dtype: torch.dtype) -> torch.Tensor:
+    def to_units(self, sums: torch.Tensor, span: Span, dtype: torch.dtype) -> torch.Tensor:
         """Exact sums of integers of the field, in standard deviations of the noise: rounded once, multiplied once."""
         out = sums.to(dtype)
         for low, high, matrix in self.pieces(*span):
-            out[low - span[0] : high - span[0]] *= rounded(self.unit(matrix), dtype)
+            out[low - span[0] : high - span[0]] *= round_to(self.unit(matrix), dtype)
         return out
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, Matrix | None]]:
@@ -284,7 +288,7 @@ class Noise:
         """eps, the integers behind the noise: (members, parameters)."""
         self._refuse_matrices(span, stream)
         eps = self._fill(VALUES[self.field.kind].reading, dtype, self.addresses, span, stream)
-        return eps.mul_(tensor_on(self.signs, self.device)[:, None]) if self.field.mirrored else eps
+        return eps.mul_(cached_tensor(self.signs, self.device)[:, None]) if self.field.mirrored else eps
 
     def halves(self, span: Span, stream: Stream) -> torch.Tensor:
         """Uniform integers from 0 to 65535, one per member (mirrored or not) and parameter: int32."""
@@ -349,32 +353,37 @@ class Noise:
         return out
 
     def _perturb_dense(self, out: torch.Tensor, theta: torch.Tensor, sigma: Sigma, start: int) -> None:
-        place = home(self.device)
-        scale = significant(sigma, self.field.unit(None), theta)
+        place = kernel_device(self.device)
+        scale = scale_sigma(sigma, self.field.unit(None), theta)
         direct = place == out.device and out.is_contiguous() and (place.type != "cpu" or out.dtype == theta.dtype)
         whole = out if direct else torch.empty(out.shape, dtype=theta.dtype, device=place)
         pairs = place.type == "cuda" and self.places.paired  # a card makes the noise of two members once
-        signs = None if pairs else on(self.signs, place)
+        signs = None if pairs else to_kernel_device(self.signs, place)
         address = self._address(
             self.addresses[::2] if pairs else self.addresses, (start, start + theta.numel()), Stream.DENSE, place
         )
-        arrays = (raw(whole), raw(theta.contiguous().to(place)), raw(scale.to(place)), signs)
-        kernels_of(place).perturb(*arrays, address, VALUES[self.field.kind].reading)
+        arrays = (
+            as_kernel_arg(whole),
+            as_kernel_arg(theta.contiguous().to(place)),
+            as_kernel_arg(scale.to(place)),
+            signs,
+        )
+        kernels_for(place).perturb(*arrays, address, VALUES[self.field.kind].reading)
         if whole is not out:
             out.copy_(whole)
 
     def _perturb_low_rank(
-        self, out: torch.Tensor, theta: torch.Tensor, sigma: float | Live, start: int, matrix: Matrix
+        self, out: torch.Tensor, theta: torch.Tensor, sigma: float | LiveScalars, start: int, matrix: Matrix
     ) -> None:
         rows, skip = rows_of(matrix, start, start + theta.numel())
-        scale = significant(sigma, self.field.unit(matrix), theta)
+        scale = scale_sigma(sigma, self.field.unit(matrix), theta)
         a, b = self.factors(matrix, rows)  # (m, R, r), (m, C, r)
-        if home(self.device) == self.device:
+        if kernel_device(self.device) == self.device:
             direct = out.stride(1) == 1 and (self.device.type != "cpu" or out.dtype == theta.dtype)
             whole = out if direct else theta.new_empty(out.shape)
             across = b.transpose(1, 2).contiguous()  # (m, r, C)
-            arrays = (raw(x) for x in (whole, theta.contiguous(), scale, a, across))
-            kernels_of(self.device).perturb_outer(*arrays, skip)
+            arrays = (as_kernel_arg(x) for x in (whole, theta.contiguous(), scale, a, across))
+            kernels_for(self.device).perturb_outer(*arrays, skip)
             if whole is not out:
                 out.copy_(whole)
             return
@@ -397,14 +406,14 @@ class Noise:
         limit = values.limit if power == 1 else max(values.limit**2 - values.variance, values.variance)
         addresses, folded, magnitude = without_zeros(self._fold(weights, power))
         bound = bounded(magnitude * limit, 2**63)
-        place = home(self.device)
+        place = kernel_device(self.device)
 
         def in_32_bits(some: slice, weights: NDArray[np.int64] | torch.Tensor) -> torch.Tensor:
             address = self._address(addresses[some], span, Stream.DENSE, place)
             sums = torch.empty(span[1] - span[0], dtype=torch.int32, device=place)
-            weight = raw(as_tensor(weights[some], place).int())
-            kernels_of(place).accumulate(
-                raw(sums), weight, address, values.reading, values.variance if power == 2 else 0
+            weight = as_kernel_arg(as_tensor(weights[some], place).int())
+            kernels_for(place).accumulate(
+                as_kernel_arg(sums), weight, address, values.reading, values.variance if power == 2 else 0
             )
             return sums
 
@@ -426,7 +435,7 @@ class Noise:
         addresses, folded, magnitude = without_zeros(self._fold(weights, 1))
         bounded(magnitude * limit, 2**53)
         low, high = rows or (0, matrix.rows)
-        place = home(self.device)
+        place = kernel_device(self.device)
         out = torch.zeros(high - low, matrix.columns, dtype=torch.float64, device=place)
         plain = Field(self.field.seed, self.field.kind)  # signs are folded into the weights
         step = max(1, SCRATCH // (matrix.rank * (high - low + matrix.columns)))
@@ -446,12 +455,12 @@ class Noise:
         records what is asked for ``often``.
         """
         folded = self._fold(weights, 1)
-        if often and home(self.device).type == "cuda":
+        if often and kernel_device(self.device).type == "cuda":
             return self._recorded_sum(folded, span, dtype)
         return self._sum_of_pieces(folded, span, dtype)
 
     def exact_sum(self, weights: Weights, span: Span) -> torch.Tensor:
-        """The integers behind ``weighted_sum``, for sums that are added up before they are rounded: see ``in_units``.
+        """The integers behind ``weighted_sum``, for sums that are added up before they are rounded: see ``to_units``.
 
         They are int32 where no sum can leave it, else float64.
         """
@@ -474,7 +483,7 @@ class Noise:
     def _sum_of_pieces(self, folded: Folded, span: Span, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(span[1] - span[0], dtype=dtype, device=self.device)
         for low, high, matrix, total in self._totals(folded, span):
-            part = total.to(dtype) * rounded(self.field.unit(matrix), dtype)
+            part = total.to(dtype) * round_to(self.field.unit(matrix), dtype)
             out[low - span[0] : high - span[0]] = part.to(self.device)
         return out
 
@@ -531,23 +540,23 @@ class Noise:
     def _fill(
         self, reading: Reading, dtype: torch.dtype, addresses: NDArray[np.int64], span: Span, stream: Stream
     ) -> torch.Tensor:
-        place = home(self.device)
+        place = kernel_device(self.device)
         address = self._address(addresses, span, stream, place)
         out = torch.empty((addresses.size, span[1] - span[0]), dtype=dtype, device=place)
-        kernels_of(place).fill(raw(out), address, reading)
+        kernels_for(place).fill(as_kernel_arg(out), address, reading)
         return out.to(self.device)
 
     def _address(self, addresses: NDArray[np.int64], span: Span, stream: Stream, place: torch.device) -> Address:
         start, stop = span
         if not 0 <= start <= stop <= PARAMETERS:
             raise BadInput(f"The span {start}:{stop} is not within the field's 2^35 parameters.")
-        return Address(self.field.seed, int(stream), self.generation, on(addresses, place), start)
+        return Address(self.field.seed, int(stream), self.generation, to_kernel_device(addresses, place), start)
 
 
-def proof(device: torch.device | str) -> str:
+def field_digest(device: torch.device | str) -> str:
     """A hash of a slice of the field as a device makes it: the same on every device."""
-    far = Field(0xF123456789ABCDEF).members([5, WORD - 1], WORD - 1, device)
-    return hashlib.sha256(far.integers(PROVEN).cpu().numpy().tobytes()).hexdigest()
+    far = Field(0xF123456789ABCDEF).members([5, ADDRESS_LIMIT - 1], ADDRESS_LIMIT - 1, device)
+    return hashlib.sha256(far.integers(DIGEST_SPAN).cpu().numpy().tobytes()).hexdigest()
 
 
 def without_zeros(folded: Folded) -> Folded:
@@ -566,15 +575,15 @@ def bounded(bound: int, end: int) -> int:
     return bound
 
 
-def significant(sigma: Sigma, factor: float, like: torch.Tensor) -> torch.Tensor:
+def scale_sigma(sigma: Sigma, factor: float, like: torch.Tensor) -> torch.Tensor:
     """sigma * factor with 20 significant bits, in like's dtype and on its device: a number is rounded, a vector cut."""
-    if isinstance(sigma, Live):
+    if isinstance(sigma, LiveScalars):
         return sigma.times(factor, like.dtype)
     if not isinstance(sigma, torch.Tensor):
         if not abs(sigma) < 1e38:
             raise BadInput(f"Sigma must be a finite number, not {sigma}.")
         return torch.full((1,), shortened(sigma * factor), dtype=like.dtype, device=like.device)
-    scaled = sigma.to(like.dtype) * rounded(factor, like.dtype)
+    scaled = sigma.to(like.dtype) * round_to(factor, like.dtype)
     bits, drop = (torch.int32, 24 - SIGNIFICANT) if like.dtype == torch.float32 else (torch.int64, 53 - SIGNIFICANT)
     return (scaled.view(bits) & -(1 << drop)).view(like.dtype)
 
@@ -585,9 +594,9 @@ def shortened(value: float) -> float:
     return math.ldexp(round(math.ldexp(mantissa, SIGNIFICANT)), exponent - SIGNIFICANT)
 
 
-def tensor_on(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+def cached_tensor(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A host array that does not change, as a tensor."""
-    found = on(array, device)
+    found = to_kernel_device(array, device)
     return torch.from_numpy(found) if isinstance(found, np.ndarray) else found
 
 
@@ -595,7 +604,7 @@ def as_tensor(array: NDArray[Any] | torch.Tensor, device: torch.device) -> torch
     return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).to(device)
 
 
-def rounded(value: float, dtype: torch.dtype) -> float:
+def round_to(value: float, dtype: torch.dtype) -> float:
     """A scalar as an array of this dtype would hold it: rounded once, whatever device multiplies by it."""
     return float(np.float32(value)) if dtype == torch.float32 else value
 
@@ -622,12 +631,12 @@ def numbers_of(members: Integers) -> NDArray[np.int64]:
     numbers = np.asarray(members)
     if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
         raise BadInput(f"Members must be a list of whole numbers, not {numbers.dtype} of shape {numbers.shape}.")
-    if numbers.size and (numbers.min() < 0 or numbers.max() >= WORD):
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= ADDRESS_LIMIT):
         raise BadInput(f"Member numbers must be from 0 to 2^32 - 1: got {numbers.min()} to {numbers.max()}.")
     return numbers.astype(np.int64)
 
 
-def whole_number(name: str, value: Any, bound: int) -> int:
+def check_whole_number(name: str, value: Any, bound: int) -> int:
     if not hasattr(value, "__index__") or not 0 <= operator.index(value) < bound:
         raise BadInput(f"The {name} must be a whole number from 0 to 2^{bound.bit_length() - 1} - 1, not {value!r}.")
     return operator.index(value)

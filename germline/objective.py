@@ -37,34 +37,34 @@ class Batch:
     size: int
 
     @classmethod
-    def of(cls, raw: Any, device: torch.device | str = "cpu") -> "Batch":
+    def from_raw(cls, raw: Any, device: torch.device | str = "cpu") -> "Batch":
         raw = to_device(raw, torch.device(device))
         if isinstance(raw, Mapping):
             names = [name for name in TARGETS if name in raw]
             if not names:
                 raise BadInput(f"A batch that is a dict must hold its target under one of {', '.join(TARGETS)}.")
             kwargs = {name: value for name, value in raw.items() if name != names[0]}
-            return cls((), kwargs, raw[names[0]], length_of(raw[names[0]]))
+            return cls((), kwargs, raw[names[0]], count_examples(raw[names[0]]))
         if isinstance(raw, list | tuple) and len(raw) >= 2:
-            return cls(tuple(raw[:-1]), {}, raw[-1], length_of(raw[-1]))
+            return cls(tuple(raw[:-1]), {}, raw[-1], count_examples(raw[-1]))
         raise BadInput("A batch must be a dict, or a tuple of inputs followed by the target.")
 
-    def copied(self) -> "Batch":
+    def copy(self) -> "Batch":
         """In memory of its own: for code that may change its input."""
-        args, kwargs, target = mapped(torch.clone, (self.args, self.kwargs, self.target))
+        args, kwargs, target = map_tensors(torch.clone, (self.args, self.kwargs, self.target))
         return Batch(args, kwargs, target, self.size)
 
-    def cut(self, parts: int) -> list["Batch"]:
+    def split(self, parts: int) -> list["Batch"]:
         """The examples in so many parts, as equal as can be; whole, where some tensor does not have them in rows."""
         parts = min(parts, self.size)
-        rows = list(tensors_in([self.args, self.kwargs, self.target]))
+        rows = list(iterate_tensors([self.args, self.kwargs, self.target]))
         if parts < 2 or any(x.dim() == 0 or x.shape[0] != self.size for x in rows):
             return [self]
         ends = [self.size * i // parts for i in range(parts + 1)]
         return [self.rows(low, high) for low, high in pairwise(ends)]
 
     def rows(self, low: int, high: int) -> "Batch":
-        args, kwargs, target = mapped(lambda x: x[low:high].clone(), (self.args, self.kwargs, self.target))
+        args, kwargs, target = map_tensors(lambda x: x[low:high].clone(), (self.args, self.kwargs, self.target))
         return Batch(args, kwargs, target, high - low)
 
     def to(self, device: torch.device) -> "Batch":
@@ -79,22 +79,22 @@ def to_device(value: Any, device: torch.device) -> Any:
         with torch.inference_mode(False):  # a copy whose changes can be noticed
             return tensor.to(device).clone()
 
-    return mapped(moved, value)
+    return map_tensors(moved, value)
 
 
-def mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """A batch, or a part of one, with a function of each of its tensors in its place."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        return {key: mapped(function, item) for key, item in value.items()}
+        return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        items = [mapped(function, item) for item in value]
+        items = [map_tensors(function, item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def length_of(target: Any) -> int:
+def count_examples(target: Any) -> int:
     while isinstance(target, Mapping | list | tuple):
         target = next(iter(target.values() if isinstance(target, Mapping) else target))
     return int(target.shape[0]) if isinstance(target, torch.Tensor) and target.dim() else 1
@@ -111,7 +111,7 @@ class Data:
     drawn: bool = False  # whether examples come from code that may draw random numbers
 
     @classmethod
-    def of(cls, source: Any, name: str = "data") -> "Data":
+    def from_source(cls, source: Any, name: str = "data") -> "Data":
         """From a tuple (or dict) of tensors, a Dataset or a DataLoader.
 
         Of a DataLoader the dataset, the collate function and the batch size are taken, the sampler is not.
@@ -147,7 +147,9 @@ class Data:
 
         def get(index: NDArray[np.int64], device: torch.device) -> Any:
             if device not in kept:
-                fits = device.type == "cuda" and sum(x.nbytes for x in tensors.values()) <= memory_of(device) // KEPT
+                fits = (
+                    device.type == "cuda" and sum(x.nbytes for x in tensors.values()) <= device_memory(device) // KEPT
+                )
                 kept[device] = [value.to(device) if fits else value for value in tensors.values()]
             where = torch.from_numpy(index)
             rows = [value.index_select(0, where.to(value.device)) for value in kept[device]]
@@ -156,7 +158,7 @@ class Data:
         digest = hashlib.sha256()
         for key, value in tensors.items():
             digest.update(f"{key} {value.dtype} {tuple(value.shape)};".encode())
-            digest.update(bytes_of(value))
+            digest.update(tensor_bytes(value))
         return cls(length, get, None, digest.hexdigest())
 
     @classmethod
@@ -177,10 +179,10 @@ class Data:
             some = np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64))
             sample = get(some, torch.device("cpu"))
         digest = hashlib.sha256(f"{length};".encode())
-        for tensor in tensors_in(sample):
+        for tensor in iterate_tensors(sample):
             check_tensor(tensor, f"an example of the {name} set")
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-            digest.update(bytes_of(tensor))
+            digest.update(tensor_bytes(tensor))
         return cls(length, get, batch_size, digest.hexdigest(), drawn=True)
 
     def fetch(self, index: NDArray[np.int64], device: torch.device | str = "cpu", seed: int = 0) -> Batch:
@@ -188,16 +190,16 @@ class Data:
         device = torch.device(device)
         if self.drawn:
             with seeded_generators(seed):
-                return Batch.of(self.get(index, device), device)
-        return Batch.of(self.get(index, device), device)
+                return Batch.from_raw(self.get(index, device), device)
+        return Batch.from_raw(self.get(index, device), device)
 
-    def whole(self, device: torch.device | str) -> Iterator[Batch]:
+    def in_order(self, device: torch.device | str) -> Iterator[Batch]:
         """All examples in order, some at a time."""
         for start in range(0, self.length, EVALUATION_BATCH):
             yield self.fetch(np.arange(start, min(start + EVALUATION_BATCH, self.length)), device)
 
 
-def memory_of(card: torch.device) -> int:
+def device_memory(card: torch.device) -> int:
     return int(torch.cuda.get_device_properties(card).total_memory)
 
 
@@ -216,18 +218,18 @@ def seeded_generators(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from iterate_tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from iterate_tensors(item)
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -267,7 +269,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Objective:
-    """How a member is scored: a loss to be minimised, or a score; of (output, target), or of the whole model."""
+    """How a member is scored: a loss to be minimized, or a score; of (output, target), or of the whole model."""
 
     function: Callable[..., Any]
     maximize: bool = False
@@ -280,14 +282,14 @@ class Objective:
         return self.function(model(*batch.args, **batch.kwargs), batch.target)
 
     @torch.no_grad()
-    def tried(self, module: nn.Module, batch: Batch | None) -> "Objective":
+    def checked_on(self, module: nn.Module, batch: Batch | None) -> "Objective":
         """This objective with its metrics settled, once it has been run on the user's own module and a batch.
 
         What does not fit is said here, in the user's own shapes, before anything else is done.
         """
         if batch is None and not self.of_model:
             raise BadInput("A loss or score of (output, target) needs data=.")
-        batch = batch.copied() if batch is not None else None
+        batch = batch.copy() if batch is not None else None
         output: Any = None
         try:
             with seeded_generators(0):
@@ -298,7 +300,7 @@ class Objective:
             if size == 1:
                 float(score)  # what is no number is no score
         except Exception as error:
-            shapes = [tuple(tensor.shape) for tensor in tensors_in([batch.args, batch.kwargs])] if batch else []
+            shapes = [tuple(tensor.shape) for tensor in iterate_tensors([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"
             raise BadInput(
                 f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
@@ -321,7 +323,7 @@ class Objective:
         """The metrics and the loss of a whole split, averaged over its examples."""
         name = "score" if self.maximize else "loss"
         totals: dict[str, float] = {}
-        for batch in data.whole(device):
+        for batch in data.in_order(device):
             output = model(*batch.args, **batch.kwargs)
             found = {name: self.function(output, batch.target)} if not self.of_model else {}
             found |= {metric: function(output, batch.target) for metric, function in (self.metrics or {}).items()}
@@ -330,7 +332,7 @@ class Objective:
         return {key: total / data.length for key, total in totals.items()}
 
 
-def objective_of(
+def build_objective(
     loss: Callable[..., Any] | None,
     score: Callable[..., Any] | None,
     objective: Callable[..., Any] | None,
@@ -343,7 +345,7 @@ def objective_of(
         raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(given) or 'none'}.")
     if loss is not None:
         if maximize:
-            raise BadInput("A loss is minimised: give score= with maximize=True for what is to be maximised.")
+            raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
         return Objective(loss, False, metrics=metrics)
     if score is not None:
         return Objective(score, True if maximize is None else maximize, metrics=metrics)

@@ -30,8 +30,8 @@ def replay(training: Run, until: int | None = None, *, from_start: bool = False)
     """Folds the journal's records into the State: from the latest snapshot, or all of them."""
     core, journal = training.core, training.kept
     records = list(journal.records())
-    if records and records[0].told.generation == PROBE:
-        settle(training, records.pop(0))
+    if records and records[0].result.generation == PROBE:
+        apply_probe(training, records.pop(0))
     length = len(records) if until is None else until
     if length > len(records):
         raise BadInput(f"{journal.path} has {len(records)} generations, so there is no generation {length}.")
@@ -39,7 +39,7 @@ def replay(training: Run, until: int | None = None, *, from_start: bool = False)
     if first == 0 and theta_sha256(core.state.theta) != journal.header["initial_theta_sha256"]:
         raise BadInput(f"Snapshot 0 of {journal.path} is not the one the run began with: restore it from a copy.")
     for record in records[:length]:
-        generation = record.told.generation
+        generation = record.result.generation
         if generation >= first:
             fold(training, record)
             if record.theta_sha256 not in (None, theta_sha256(core.state.theta)):
@@ -50,16 +50,16 @@ def replay(training: Run, until: int | None = None, *, from_start: bool = False)
 
 def fold(training: Run, record: Record) -> None:
     """The State after one more record; a gradient, which records do not hold, is computed again."""
-    core, told = training.core, record.told
+    core, result = training.core, record.result
     if core.rears:
-        core.prepare(training.batch(told.generation))
-        core.rear(told.generation, training.lessons(told.generation), training.exam)
-        core.tell(told)
+        core.prepare(training.batch(result.generation))
+        core.rear(result.generation, training.lessons(result.generation), training.exam)
+        core.tell(result)
         return
-    if core.strategy.needs_gradient and core.differentiating.differentiates(told.generation):
-        again = core.differentiate(told.generation, training.batch(told.generation), told.values)
-        told = replace(told, gradient=again.gradient)
-    core.tell(told)
+    if core.strategy.needs_gradient and core.differentiating.differentiates(result.generation):
+        again = core.differentiate(result.generation, training.batch(result.generation), result.values)
+        result = replace(result, gradient=again.gradient)
+    core.tell(result)
 
 
 def go_on_from_snapshot(core: Core, generation: int, length: int, journal: Journal) -> int:
@@ -74,9 +74,9 @@ def go_on_from_snapshot(core: Core, generation: int, length: int, journal: Journ
     return later[0]
 
 
-def settle(training: Run, record: Record) -> None:
+def apply_probe(training: Run, record: Record) -> None:
     """From the probe's record on, sigma is the one that it chose."""
-    training.core.strategy = replace(training.core.strategy, sigma=record.told.values["sigma"])  # type: ignore[type-var]
+    training.core.strategy = replace(training.core.strategy, sigma=record.result.values["sigma"])  # type: ignore[type-var]
     training.account(record)
 
 
@@ -86,10 +86,10 @@ def verify(training: Run) -> dict[str, Any]:
     template, snapshots, checked = core.state, journal.snapshots(), 0
     replay(training, until=0, from_start=True)
     for record in journal.records():
-        if record.told.generation == PROBE:
+        if record.result.generation == PROBE:
             continue
         fold(training, record)
-        training.generation = record.told.generation + 1
+        training.generation = record.result.generation + 1
         if record.theta_sha256 is not None and record.theta_sha256 != theta_sha256(core.state.theta):
             raise BadInput(f"Generation {training.generation} of {journal.path} replays to other weights than it had.")
         if training.generation in snapshots:

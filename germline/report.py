@@ -73,7 +73,7 @@ def results(runs: Sequence[Reported]) -> str:
         for row in rows:
             last |= {key: value for key, value in row.items() if "_" in key}
         summary = outcome if outcome.get("generations") == len(rows) else {}  # unless it has gone on
-        metrics = {key: value for key, value in last.items() if key.startswith(("dev_", "test_", "centre_"))}
+        metrics = {key: value for key, value in last.items() if key.startswith(("dev_", "test_", "center_"))}
         metrics |= {key: value for key, value in summary.get("metrics", {}).items() if value is not None}
         told = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in sorted(metrics.items()))
         seconds = f"{rows[-1]['total_seconds']:.1f}" if rows else "0"

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 
 from germline.fleet import Local
-from germline.fleet.local import one_thread_each
+from germline.fleet.local import single_threaded_torch
 from germline.journal import Journal
 from germline.population import exact_arithmetic
-from germline.recipe import Recipe
-from germline.strategies import HybridES, Told
+from germline.recipes.recipe import Recipe
+from germline.strategies import GenerationResult, HybridES
 from germline.trainer import set_up
 
 REPEATS = 7
@@ -100,13 +100,13 @@ def measure(recipe: Recipe, workers: int = WORKERS) -> Phases:
     one, out = field.members(np.arange(1), 1), theta.new_empty(1, theta.numel())
     sigma = values.get("sigma", 1e-3)
     _, gradient = plain.gradient(theta, batch)
-    told = Told(0, np.ones(1, np.float32), values, gradient)
+    told = GenerationResult(0, np.ones(1, np.float32), values, gradient)
 
     def forward() -> None:
         with torch.no_grad():
             plain.score_at(theta, batch)
 
-    with one_thread_each(), exact_arithmetic(core.device):
+    with single_threaded_torch(), exact_arithmetic(core.device):
         seconds = {
             "forward": typical(forward),
             "both": typical(lambda: plain.gradient(theta, batch)),

@@ -18,13 +18,13 @@ from torch import nn
 from germline.clock import clock
 from germline.core import Core
 from germline.errors import BadInput
-from germline.fleet.local import one_thread_each
+from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome, theta_sha256
 from germline.journal import PROBE, Journal, Record, write_whole
 from germline.objective import Batch, Batches, Data
+from germline.optim.shaping import goodness
 from germline.population import Evaluator, Plan, refresh_statistics
-from germline.recipe import Recipe
-from germline.shaping import goodness
+from germline.recipes.recipe import Recipe
 
 ENOUGH = 10  # diagnoses before there is any advice
 FIRST_ORDER = 2  # numbers of members' own orders of the examples begin here
@@ -68,39 +68,39 @@ class Run:
         batch = self.batch(generation) if self.ahead is None else self.ahead
         core.prepare(batch)
         plan = core.plan
-        judged = self.judged(generation)
+        on_dev = self.on_dev(generation)
         clock.taken()
         if core.rears:
-            told = core.rear(generation, self.lessons(generation), self.exam)
+            result = core.rear(generation, self.lessons(generation), self.exam)
         else:
-            told = core.evaluate(generation, batch, judged)
+            result = core.evaluate(generation, batch, on_dev)
         before = core.state
         with clock("update"):
-            core.advance(told)
+            core.advance(result)
         resources = self.resources() if core.strategy.needs_gradient or core.rears else {}
         self.generation += 1
         self.look_ahead()
         looked_at = self.generation % self.recipe.evaluate_every == 0
         metrics = fleet.attended(lambda: self.measure(batch)) if looked_at else {}
-        diagnostics = core.diagnose(told, before) if looked_at and fleet.keeper else {}
-        diagnostics |= core.compare(told) if core.strategy.needs_gradient and fleet.keeper else {}
+        diagnostics = core.diagnose(result, before) if looked_at and fleet.keeper else {}
+        diagnostics |= core.compare(result) if core.strategy.needs_gradient and fleet.keeper else {}
         diagnostics |= resources
         ended = time.perf_counter()
         seconds = ended - began + self.owed
         digest = theta_sha256(core.state.theta) if core.strategy.needs_gradient else None
-        samples = self.lesson_samples() if core.rears else core.passes(told) * (batch.size if batch else 1)
+        samples = self.lesson_samples() if core.rears else core.passes(result) * (batch.size if batch else 1)
         side: dict[str, Any] = {"seconds": round(seconds, 6), "samples": samples, "bytes": fleet.traffic()}
         side |= {"metrics": metrics} if metrics else {}
         side |= {"diagnostics": diagnostics} if diagnostics else {}
         side |= {"evaluation": asdict(core.plan)} if core.plan is not None and core.plan != plan else {}
         if self.journal is not None:
-            self.journal.append(told, digest, side)
+            self.journal.append(result, digest, side)
         if self.generation % self.recipe.snapshot_every == 0:
             self.save()
         if time.monotonic() - self.committed >= patience:
             self.commit()
         self.owed = time.perf_counter() - ended
-        return self.note(Record(told, digest, side))
+        return self.note(Record(result, digest, side))
 
     def resources(self) -> dict[str, float]:
         """What a step took of this process: seconds of its parts, which a card does not tell apart, and memory."""
@@ -145,7 +145,7 @@ class Run:
         if "evaluation" in record.side:  # from here on members were evaluated in another way
             self.core.adopt(Plan(**record.side["evaluation"]))
         self.metrics |= record.side.get("metrics", {})
-        self.evaluations += record.told.scores.size
+        self.evaluations += record.result.scores.size
         row = describe(record, self.core.objective.maximize) | {
             "total_seconds": self.seconds,
             "total_samples": self.samples,
@@ -198,10 +198,10 @@ class Run:
         """A member's score on all of dev, or on the training set where there is no dev."""
         data = self.splits.get("dev", self.splits["train"])
         with torch.no_grad():
-            scored = [(evaluator.score_at(theta, batch), batch.size) for batch in data.whole(self.core.device)]
+            scored = [(evaluator.score_at(theta, batch), batch.size) for batch in data.in_order(self.core.device)]
         return math.fsum(float(score) * size for score, size in scored) / data.length
 
-    def judged(self, generation: int) -> Batch | None:
+    def on_dev(self, generation: int) -> Batch | None:
         """The batch on which samples around a gradient are scored, where it is not the one of the gradient."""
         if getattr(self.core.strategy, "select_on", "batch") == "batch" or self.batches is None:
             return None
@@ -212,11 +212,11 @@ class Run:
         return Batches(dev, size, self.batches.seed).batch(generation, self.core.device)
 
     def measure(self, batch: Batch | None) -> dict[str, float]:
-        """The centre's score on the batch at hand, and the metrics of dev and test."""
+        """The center's score on the batch at hand, and the metrics of dev and test."""
         name = "score" if self.core.objective.maximize else "loss"
-        with torch.no_grad(), one_thread_each():  # a metric may end the run: it must not depend on threads
+        with torch.no_grad(), single_threaded_torch():  # a metric may end the run: it must not depend on threads
             model = self.model()
-            found = {f"centre_{name}": float(self.core.objective.score(model, batch))}
+            found = {f"center_{name}": float(self.core.objective.score(model, batch))}
             for split in self.measured:
                 if split in self.splits:
                     values = self.core.objective.evaluate(model, self.splits[split], self.core.device)
@@ -224,7 +224,7 @@ class Run:
         return found
 
     def model(self) -> nn.Module:
-        """The centre as a module, in evaluation mode."""
+        """The center as a module, in evaluation mode."""
         model = copy.deepcopy(self.core.module)  # what it writes to its buffers is no member's concern
         assert model is not None
         self.core.genome.write(self.core.state.theta, model)
@@ -272,7 +272,7 @@ def rows_of(journal: Journal) -> list[Row]:
     rows, seconds, samples = [], 0.0, 0
     for record in journal.records():
         seconds, samples = seconds + record.side["seconds"], samples + record.side["samples"]
-        if record.told.generation != PROBE:
+        if record.result.generation != PROBE:
             total = {"total_seconds": seconds, "total_samples": samples}
             rows.append(describe(record, journal.header["maximize"]) | total)
     return rows
@@ -280,18 +280,18 @@ def rows_of(journal: Journal) -> list[Row]:
 
 def describe(record: Record, maximize: bool) -> Row:
     """One generation in numbers for people."""
-    scores = record.told.scores
+    scores = record.result.scores
     good = goodness(scores, maximize)
     finite = scores[np.isfinite(scores)]
     return {
-        "generation": record.told.generation,
+        "generation": record.result.generation,
         "best": float(scores[int(good.argmax())]),
         "mean": float(finite.mean()) if finite.size else float("nan"),
         "spread": float(finite.std()) if finite.size else float("nan"),
         "skipped": not finite.size,
         "members": int(scores.size),
         "seconds": record.side["seconds"],
-        **record.told.values,
+        **record.result.values,
         **record.side.get("diagnostics", {}),
         **record.side.get("metrics", {}),
     }

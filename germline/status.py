@@ -32,9 +32,9 @@ td.n,th.n{text-align:right}.quiet{color:#666}svg{width:100%;height:14rem;margin-
 const put=(id,text)=>document.getElementById(id).textContent=text;
 const bytes=n=>n<1e4?n+" B":n<1e7?(n/1e3).toFixed(0)+" kB":(n/1e6).toFixed(0)+" MB";
 const cell=(row,text,number)=>{const c=row.insertCell();c.textContent=text;if(number)c.className="n"};
-function line(points,key,colour,low,high){const n=points.length;if(n<2)return"";const path=points.map((p,i)=>{
+function line(points,key,color,low,high){const n=points.length;if(n<2)return"";const path=points.map((p,i)=>{
 const y=230-220*(p[key]-low)/((high-low)||1);return(i?"L":"M")+(1000*i/(n-1)).toFixed(1)+" "+y.toFixed(1)}).join("");
-return`<path d="${path}" fill="none" stroke="${colour}" stroke-width="2" vector-effect="non-scaling-stroke"/>`}
+return`<path d="${path}" fill="none" stroke="${color}" stroke-width="2" vector-effect="non-scaling-stroke"/>`}
 async function look(){try{const s=await(await fetch("status.json",{cache:"no-store"})).json();
 put("title",s.recipe+" by "+s.strategy);document.title=s.generation+" · "+s.recipe;
 put("state",s.run+" · "+(s.workers.length?s.workers.length+" workers":"waiting for workers at "+s.address));

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from germline.errors import BadInput, unknown
+from germline.errors import BadInput, unknown_name
 from germline.objective import Objective
 from germline.run import Run
 
@@ -30,7 +30,7 @@ class Target:
     lower_is_better: bool
 
     @classmethod
-    def of(cls, given: "Target | str | Sequence[Any] | None") -> "Target | None":
+    def parse(cls, given: "Target | str | Sequence[Any] | None") -> "Target | None":
         """From METRIC=VALUE, METRIC<=VALUE, METRIC>=VALUE or (metric, value); = takes the direction from the name."""
         if given is None or isinstance(given, Target):
             return given
@@ -71,9 +71,9 @@ class Stop:
         """Refuses a target that nothing will be measured for, and says which metrics there are."""
         name = "score" if objective.maximize else "loss"
         kinds = [*(objective.metrics or {}), *(() if objective.of_model else (name,))]
-        names = [f"{split}_{kind}" for split in splits for kind in kinds] + [f"centre_{name}"]
+        names = [f"{split}_{kind}" for split in splits for kind in kinds] + [f"center_{name}"]
         if self.target is not None and self.target.metric not in names:
-            raise unknown("metric", self.target.metric, names)
+            raise unknown_name("metric", self.target.metric, names)
 
     def reason(self, training: Run) -> str | None:
         if self.target is not None and self.target.reached(training.metrics):

@@ -14,13 +14,13 @@ from germline import noise
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.genome import fixed_sha256
+from germline.genome import frozen_sha256
 from germline.header import header_of, revive, settings_of
 from germline.journal import Journal, Record
 from germline.objective import Batch, Batches, Data
 from germline.population import Plan
-from germline.recipe import Recipe
-from germline.replay import replay, settle
+from germline.recipes.recipe import Recipe
+from germline.replay import apply_probe, replay
 from germline.run import Row, Run
 from germline.stopping import Stop
 
@@ -138,7 +138,7 @@ def facts_of(core: Core, header: Mapping[str, Any]) -> dict[str, Any]:
         "version of the noise": noise.VERSION,
         "kind of device": core.device.type,
         "limit at which to stop": header["stop"],
-        "noise on its device": noise.proof(core.device),
+        "noise on its device": noise.field_digest(core.device),
         "recipe": [header["recipe"], header["recipe_settings"], header["batch_size"], header["maximize"]],
         "strategy": [header["strategy"], header["settings"], header["seed"]],
         "model (names, shapes or types of its parameters)": header["layout"],
@@ -181,14 +181,14 @@ def choose_sigma(training: Run) -> None:
     if training.journal is not None:
         training.journal.append(told, None, side)
         training.journal.commit()
-    settle(training, Record(told, None, side))
+    apply_probe(training, Record(told, None, side))
 
 
 def resume(recipe: Recipe, journal: Journal | None, fleet: Local) -> Run:
     """A run as its journal left it, ready for the next generation; of a fleet, only one process has the journal."""
     training = fleet.together(lambda: rebuild(recipe, journal, fleet))
     core = training.core
-    fleet.join(lambda: {"noise on its device": noise.proof(core.device), "kind of device": core.device.type})
+    fleet.join(lambda: {"noise on its device": noise.field_digest(core.device), "kind of device": core.device.type})
     fleet.attended(lambda: replay(training))
     sigma = getattr(core.strategy, "sigma", None)
     kept = ("generation", "seconds", "samples", "evaluations", "metrics")
@@ -227,7 +227,7 @@ def rebuilt(recipe: Recipe, header: Mapping[str, Any], fleet: Local, path: Path,
         "number of shards": (getattr(core.strategy, "shards", 1), header["settings"].get("shards", 1)),
         "objective": (core.objective.maximize, header["maximize"]),
         "order of the batches": (recipe.shuffle, header.get("shuffle", True)),
-        "value of the model's frozen parameters and buffers": (fixed_sha256(recipe.model), header["fixed"]),
+        "value of the model's frozen parameters and buffers": (frozen_sha256(recipe.model), header["fixed"]),
     }
     if header["data"]:  # else batches are given one by one
         differences |= {f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()}

@@ -31,7 +31,7 @@ from germline.errors import BadInput
 from germline.fleet import Local
 from germline.fleet.hub import (
     PARENT,
-    Gone,
+    ConnectionLostError,
     Head,
     Message,
     Stream,
@@ -43,15 +43,15 @@ from germline.fleet.hub import (
     tensors_of,
     transport,
 )
-from germline.fleet.wire import pack
+from germline.fleet.wire import encode_rows
 from germline.genome import theta_sha256
 from germline.header import processor
 from germline.objective import Batch
 from germline.population import Plan
-from germline.recipe import Recipe
 from germline.recipes import RECIPES
+from germline.recipes.recipe import Recipe
 from germline.run import Run
-from germline.strategies import Told, unpack
+from germline.strategies import GenerationResult, unpack
 from germline.version import __version__
 
 PAUSES = (0.5, 8.0)  # seconds between attempts to connect: the first, and the longest
@@ -64,7 +64,7 @@ Maker = Callable[[dict[str, str], int], Recipe]  # of a recipe's settings and a 
 NOT_OURS = "The coordinator at {} and the keys {} are not of one authority: take a folder made by 'germline keys add'."
 
 
-class Refused(BadInput):
+class RefusedError(BadInput):
     """The coordinator does not want this worker."""
 
 
@@ -125,7 +125,7 @@ class Follower:
         if core.strategy.needs_gradient:
             return 1e9  # it cannot be done
         scores, seconds = np.arange(core.strategy.population, dtype=np.float32), 0.0
-        told = Told(0, scores, core.strategy.values(core.state, 0))
+        told = GenerationResult(0, scores, core.strategy.values(core.state, 0))
         for _ in range(2):  # the first time kernels are compiled
             began = time.perf_counter()
             state = core.strategy.tell(core.state, told, core.noise, maximize=core.objective.maximize)
@@ -152,7 +152,7 @@ class Follower:
             if self.version != str(generation):
                 self.version = None  # it has missed something: whoever asks for work hears of it
                 return
-            core.tell(Told(generation, np.frombuffer(scores, np.float32), values))
+            core.tell(GenerationResult(generation, np.frombuffer(scores, np.float32), values))
             self.version = str(generation + 1)
 
     def load(self, head: Head, arrays: list[bytes]) -> None:
@@ -191,7 +191,7 @@ class Follower:
         """Blocks of members of a generation."""
         training = self.followed
         core, share = training.core, slice(head["first"], head["last"])
-        batch = training.judged(head["batch"]) if head["judged"] else self.batch(head["batch"])
+        batch = training.on_dev(head["batch"]) if head["judged"] else self.batch(head["batch"])
         candidates = core.strategy.ask(core.state, core.noise, head["address"], head["values"])
         scores = self.fleet.score(core.prepare(batch), candidates, core.strategy.population, batch, share)
         return [scores.astype(np.float32).tobytes()]
@@ -203,9 +203,9 @@ class Follower:
         assert batch is not None
         core.prepare(batch)
         plain = core.plain()
-        parts = batch.cut(plain.plan.slices)[head["first"] : head["last"]]
+        parts = batch.split(plain.plan.slices)[head["first"] : head["last"]]
         scores, rows = self.fleet.differentiate(plain, core.state.theta, parts, batch.size)
-        return [scores.tobytes(), pack(rows, core.differentiating.wire).cpu().numpy().tobytes()]
+        return [scores.tobytes(), encode_rows(rows, core.differentiating.wire).cpu().numpy().tobytes()]
 
     def rear(self, head: Head, arrays: list[bytes]) -> list[bytes]:
         """Members that learn, each from its own lessons: its weights and moments before and after."""
@@ -262,9 +262,9 @@ class Worker:
                     pause = PAUSES[0]
                 elif pause == PAUSES[0]:
                     self.say(f"{self.address} ends the connection: {self.doubt}; trying again")
-            except (OSError, TimeoutError, Gone) as error:
+            except (OSError, TimeoutError, ConnectionLostError) as error:
                 if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes(error)):
-                    raise Refused(NOT_OURS.format(self.address, self.keys)) from error
+                    raise RefusedError(NOT_OURS.format(self.address, self.keys)) from error
                 if pause == PAUSES[0]:
                     self.say(f"no coordinator at {self.address} ({first_line(error)}); trying again")
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
@@ -287,14 +287,14 @@ class Worker:
                 if op == "ping":
                     await stream.write({"op": "pong"})
                 elif op == "refused":
-                    raise Refused(f"The coordinator has turned this worker away: {head.get('reason')}.")
+                    raise RefusedError(f"The coordinator has turned this worker away: {head.get('reason')}.")
                 elif op == "end":
                     return True
                 elif op != "alive":
                     self.patience = max(SILENCE, head.get("timeout", 0.0)) if op == "welcome" else self.patience
                     self.follower.newest = max(self.follower.newest, head.get("generation", 0))
                     work.put_nowait(Message(head, arrays))
-        except Gone:
+        except ConnectionLostError:
             return False
         finally:
             for task in tasks:
@@ -310,7 +310,7 @@ class Worker:
     async def work(self, stream: Stream, work: "asyncio.Queue[Message]") -> None:
         """What the coordinator asks for, one after the other, beside what is heard and said meanwhile."""
         loop = asyncio.get_running_loop()
-        with suppress(Gone):
+        with suppress(ConnectionLostError):
             while True:
                 message = await work.get()
                 answer = await loop.run_in_executor(self.thread, self.answer, message)

@@ -22,7 +22,7 @@ from germline import OpenAIES, Recipe, trainer
 from germline.fleet import Local
 from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
-from germline.recipe import seeded
+from germline.recipes.recipe import seeded
 from germline.stopping import Stop
 from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda
 
@@ -83,7 +83,7 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0)
     strategy = STRATEGIES["openai-es"]
-    genome = Genome.of(recipe("openai-es").model)
+    genome = Genome.from_module(recipe("openai-es").model)
     state = strategy.init(torch.zeros(genome.size))
     field = strategy.field(0, genome)
     strategy.ask(state, field, 0, {"sigma": 0.1}).weights(np.arange(4), 0, genome.size)

@@ -166,7 +166,7 @@ def test_a_net_with_one_output_has_no_accuracy_by_argmax(tmp_path: Path) -> None
         return F.binary_cross_entropy_with_logits(output[:, 0], target.float())
 
     result = gl.train(nn.Linear(4, 1), data=(X, Y), loss=loss, generations=2, run=tmp_path / "run")
-    assert set(result.summary["metrics"]) == {"centre_loss", "train_loss"}
+    assert set(result.summary["metrics"]) == {"center_loss", "train_loss"}
 
 
 def test_stops_at_the_first_of_its_limits(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_stops_at_the_first_of_its_limits(tmp_path: Path) -> None:
     assert stopped_by(generations=500, target=("dev_accuracy", 0.9)) == "target"
     assert stopped_by(generations=500, target=("dev_loss", 0.6)) == "target"
     assert stopped_by(generations=500, target="train_accuracy>=0.9") == "target"
-    assert stopped_by(generations=4, target="centre_loss<=0.0001") == "generations"
+    assert stopped_by(generations=4, target="center_loss<=0.0001") == "generations"
 
 
 def test_a_resumed_run_equals_a_straight_one(tmp_path: Path) -> None:
@@ -320,5 +320,5 @@ def test_inference_mode_is_no_obstacle(tmp_path: Path) -> None:
         result = gl.train(nn.Linear(4, 1), (inside, y), loss=F.mse_loss, generations=3, run=tmp_path / "run")
     search.step(x, x.sum(1, keepdim=True))
     assert search._core.plan is not None
-    assert search._core.plan.method == "twins"
+    assert search._core.plan.method == "population"
     assert result.summary["generations"] == 3

@@ -15,7 +15,7 @@ import germline as gl
 from germline.core import CHECK_EVERY, Core
 from germline.fleet import Local
 from germline.genome import Genome
-from germline.noise import WORD, Stream
+from germline.noise import ADDRESS_LIMIT, Stream
 from germline.objective import Batch, Objective, seeded_generators
 from germline.population import Plan, SlowPath
 from germline.strategies import Candidates, OpenAIES
@@ -29,17 +29,17 @@ def setting(kind: type[Hostile], rank: int | None = None, **more: Any) -> tuple[
     module = kind()
     objective = Objective(F.cross_entropy)
     core = Core(module, OpenAIES(population=P, sigma=SIGMA, rank=rank), objective, Local("cpu"), 3, **more)
-    return core, Batch.of((torch.randn(16, 6), torch.randint(0, 3, (16,))))
+    return core, Batch.from_raw((torch.randn(16, 6), torch.randint(0, 3, (16,))))
 
 
 def fresh_scores(core: Core, candidates: Candidates, batch: Batch, seed: int = 0) -> list[float]:
     """Each member on a new copy of the user's own module."""
     assert core.module is not None
-    genome, scores = Genome.of(core.module), []
+    genome, scores = Genome.from_module(core.module), []
     for member in range(P):
         one = copy.deepcopy(core.module).eval()
         genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
-        args, target = batch.copied().args, batch.target
+        args, target = batch.copy().args, batch.target
         with torch.no_grad(), seeded_generators(seed):
             scores.append(float(F.cross_entropy(one(*args), target)))
     return scores
@@ -56,7 +56,7 @@ def test_hostile_modules_are_caught_or_right(kind: type[Hostile], rank: int | No
     assert core.plan is not None
     assert core.plan.method in HOSTILE[kind]
     slow = [str(w.message) for w in said if issubclass(w.category, SlowPath)]
-    assert len(slow) == (core.plan.method != "twins")  # said once, with the price
+    assert len(slow) == (core.plan.method != "population")  # said once, with the price
     assert all("because" in sentence and " ms each" in sentence for sentence in slow)
     told = [core.evaluate(g, batch) for g in (0, 0)]
     assert told[0].scores.tobytes() == told[1].scores.tobytes()
@@ -73,7 +73,7 @@ def test_members_that_draw_at_random_draw_the_same_numbers() -> None:
         told = core.evaluate(0, batch)
     assert core.module is not None
     candidates = core.strategy.ask(core.state, core.noise, 0, told.values)
-    seed = int(core.noise.below(WORD, 1, 0, Stream.DROPOUT, member=WORD - 1)[0])
+    seed = int(core.noise.below(ADDRESS_LIMIT, 1, 0, Stream.DROPOUT, member=ADDRESS_LIMIT - 1)[0])
     assert np.allclose(told.scores, fresh_scores(core, candidates, batch, seed), rtol=1e-5)
 
 
@@ -81,18 +81,18 @@ def test_sampled_members_are_checked_during_a_run() -> None:
     core, batch = setting(LooksAtTheBatchSize)
     core.prepare(batch)
     assert core.plan is not None
-    assert core.plan.method == "twins"
+    assert core.plan.method == "population"
     evaluator = core.evaluator
     assert evaluator is not None
     told = core.evaluate(1, batch)  # a generation that is checked, and all is well
-    assert core.plan.method == "twins"
+    assert core.plan.method == "population"
     # the noise of a layer goes missing, in the twins alone
     core.evaluator = core._make(core.plan)
     broken = core.evaluator.module.get_submodule("layer")
     broken.__class__ = type("Linear", (nn.Linear,), {"weight": torch.zeros(6, 6), "bias": None})
     with pytest.warns(SlowPath, match="no longer those of the model by itself"):
         again = core.evaluate(CHECK_EVERY + 1, batch)
-    assert core.plan == Plan(1, "alone", vectorised=False)
+    assert core.plan == Plan(1, "isolated", vectorized=False)
     candidates = core.strategy.ask(core.state, core.noise, CHECK_EVERY + 1, again.values)
     assert np.allclose(again.scores, fresh_scores(core, candidates, batch), rtol=1e-4)
     assert not np.array_equal(again.scores, told.scores)
@@ -106,7 +106,7 @@ def test_bfloat16_is_left_when_it_no_longer_tells_members_apart() -> None:
     core.strategy = OpenAIES(population=P, sigma=1e-5)  # far less than 8 bits can show
     with pytest.warns(SlowPath, match="in float32, because bfloat16 no longer tells them apart"):
         told = core.evaluate(1, batch)
-    assert core.plan == Plan(core.plan.block, "twins")
+    assert core.plan == Plan(core.plan.block, "population")
     candidates = core.strategy.ask(core.state, core.noise, 1, told.values)
     assert np.allclose(told.scores, fresh_scores(core, candidates, batch), rtol=1e-5)
 
@@ -116,7 +116,7 @@ def test_a_score_that_leaves_torch_is_computed_member_by_member() -> None:
     core.objective = Objective(lambda output, target: float((output.argmax(1) == target).float().mean().item()))
     with pytest.warns(SlowPath, match="scored one by one"):
         core.prepare(batch)
-    assert core.plan == Plan(core.plan.block if core.plan else 0, "twins", vectorised=False)
+    assert core.plan == Plan(core.plan.block if core.plan else 0, "population", vectorized=False)
 
 
 def test_a_score_that_changes_its_target_has_one_of_its_own() -> None:
@@ -125,7 +125,7 @@ def test_a_score_that_changes_its_target_has_one_of_its_own() -> None:
     core.objective = Objective(lambda output, target: F.cross_entropy(output, target.add_(1).fmod_(3)))
     with pytest.warns(SlowPath, match="in place"):
         told = core.evaluate(0, batch)
-    assert core.plan == Plan(1, "alone", vectorised=False)
+    assert core.plan == Plan(1, "isolated", vectorized=False)
     assert torch.equal(batch.target, before)
     candidates = core.strategy.ask(core.state, core.noise, 0, told.values)
     other = Batch(batch.args, {}, (before + 1) % 3, batch.size)
@@ -146,13 +146,13 @@ def test_another_batch_may_take_another_way() -> None:
     core, batch = setting(TakesAnotherWay)
     core.prepare(batch)
     assert core.plan is not None
-    assert core.plan.method == "twins"
+    assert core.plan.method == "population"
     x = batch.args[0].clone()
     x[0, 0] = 11
     other = Batch((x,), {}, batch.target, batch.size)
     with pytest.warns(SlowPath, match="item"):
         told = core.evaluate(5, other)
-    assert core.plan == Plan(1, "alone", vectorised=False)
+    assert core.plan == Plan(1, "isolated", vectorized=False)
     candidates = core.strategy.ask(core.state, core.noise, 5, told.values)
     assert np.allclose(told.scores, fresh_scores(core, candidates, other), rtol=1e-4)
 
@@ -162,7 +162,7 @@ def test_an_objective_of_the_model_is_nothing_to_complain_of() -> None:
     objective = Objective(lambda model: model.weight.sum().item(), of_model=True)
     core = Core(nn.Linear(4, 2), OpenAIES(population=P), objective, Local("cpu"), 0)
     core.evaluate(0, None)
-    assert core.plan == Plan(1, "loop", vectorised=False)
+    assert core.plan == Plan(1, "loop", vectorized=False)
 
 
 def test_the_price_is_that_of_a_member() -> None:
@@ -211,7 +211,7 @@ def test_a_run_that_had_to_slow_down_is_resumed_likewise(tmp_path: Path) -> None
     TurnsBad.bad = False
     torch.manual_seed(1)
     run(5, resume=tmp_path / "run")
-    assert methods == ["twins", "alone", "alone", "alone", "alone"]
+    assert methods == ["population", "isolated", "isolated", "isolated", "isolated"]
     TurnsBad.bad = False
 
 

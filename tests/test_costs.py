@@ -27,7 +27,7 @@ from germline.costs import (
 )
 from germline.errors import BadInput
 from germline.fleet.exchange import Mode
-from germline.recipe import Recipe
+from germline.recipes.recipe import Recipe
 from germline.strategies import GA, PSO, SNES, AnyStrategy, Gradient, MuLambda, OpenAIES
 
 RATES = Rates(member_seconds=1.0, noise_seconds=0.1, step_seconds=0.5, held=3, block=2)

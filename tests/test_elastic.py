@@ -57,7 +57,7 @@ class Fault(enum.Enum):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of an undisturbed run in one process."""
-    runs = tmp_path_factory.mktemp("alone")
+    runs = tmp_path_factory.mktemp("isolated")
     done = subprocess.run([*GERMLINE, "train", *RUN, "--runs", str(runs)], capture_output=True, text=True, check=True)
     return str(json.loads(done.stdout.splitlines()[-1])["theta_sha256"])
 

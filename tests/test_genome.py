@@ -29,7 +29,7 @@ class Tied(nn.Module):
 
 
 def test_layout() -> None:
-    genome = Genome.of(Tied())
+    genome = Genome.from_module(Tied())
     assert [(s.name, s.shape, s.start, s.stop, s.aliases) for s in genome.slots] == [
         ("gain", (), 0, 1, ()),
         ("encoder.weight", (4, 6), 1, 25, ("head.weight",)),
@@ -42,7 +42,7 @@ def test_layout() -> None:
 def test_round_trip_changes_only_what_is_trainable() -> None:
     module = Tied()
     before = copy.deepcopy(module.state_dict())
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     theta = genome.read(module)
     expected = [
         before["gain"].reshape(1),
@@ -63,7 +63,7 @@ def test_round_trip_changes_only_what_is_trainable() -> None:
 
 def test_views_are_views_and_drive_functional_call() -> None:
     module, x = Tied().eval(), torch.randn(5, 6)
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     theta = torch.randn(33)
     views = genome.views(theta)
     assert all(view.untyped_storage().data_ptr() == theta.untyped_storage().data_ptr() for view in views.values())
@@ -78,7 +78,7 @@ def test_views_are_views_and_drive_functional_call() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     module = nn.Linear(5, 3).to(dtype)
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     before = module.weight.detach().clone()
     theta = genome.read(module)
     assert theta.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -91,7 +91,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_layouts_in_memory_do_not_matter() -> None:
     plain = nn.Conv2d(3, 4, 2)
     strided = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    genome = Genome.of(plain)
+    genome = Genome.from_module(plain)
     assert not strided.weight.is_contiguous()
     assert torch.equal(genome.read(plain), genome.read(strided))
     genome.write(torch.arange(float(genome.size)), strided)
@@ -100,16 +100,16 @@ def test_layouts_in_memory_do_not_matter() -> None:
 
 def test_the_layout_of_a_copy_is_that_of_the_original() -> None:
     module = Tied()
-    genome = Genome.of(module)
-    assert Genome.of(copy.deepcopy(module)) == genome
+    genome = Genome.from_module(module)
+    assert Genome.from_module(copy.deepcopy(module)) == genome
     assert Genome.from_description(genome.described()) == genome
     with torch.device("meta"):
-        assert Genome.of(Tied()) == genome
+        assert Genome.from_module(Tied()) == genome
 
 
 def test_another_device_and_another_type() -> None:
     module = nn.Linear(3, 2)
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     assert genome.read(module, device="meta").is_meta
     half = copy.deepcopy(module).bfloat16()
     genome.write(torch.arange(8.0), half)
@@ -119,7 +119,7 @@ def test_another_device_and_another_type() -> None:
 
 def test_fingerprints_tell_layouts_apart() -> None:
     def fingerprint(module: nn.Module) -> str:
-        return Genome.of(module).fingerprint
+        return Genome.from_module(module).fingerprint
 
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -166,16 +166,19 @@ class Complex(nn.Module):
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
-        (lambda: Genome.of(nn.ReLU()), "no trainable parameters"),
-        (lambda: Genome.of(nn.Linear(1, 1).requires_grad_(False)), "no trainable parameters"),
-        (lambda: Genome.of(nn.LazyLinear(3)), "no shape yet"),
-        (lambda: Genome.of(Complex()), "complex64"),
-        (lambda: Genome.of(SharedMemory("trainable")), "a and b lie in the same memory"),
-        (lambda: Genome.of(SharedMemory("frozen")), "a and b lie in the same memory"),
-        (lambda: Genome.of(SharedMemory("buffer")), "a and b lie in the same memory"),
-        (lambda: Genome.of(nn.Linear(2, 2)).views(torch.zeros(5)), "6 trainable"),
-        (lambda: Genome.of(nn.Linear(2, 2)).read(nn.Linear(2, 3)), "does not fit"),
-        (lambda: Genome.of(nn.Linear(2, 2)).write(torch.zeros(6), nn.Linear(2, 2, bias=False)), "does not fit"),
+        (lambda: Genome.from_module(nn.ReLU()), "no trainable parameters"),
+        (lambda: Genome.from_module(nn.Linear(1, 1).requires_grad_(False)), "no trainable parameters"),
+        (lambda: Genome.from_module(nn.LazyLinear(3)), "no shape yet"),
+        (lambda: Genome.from_module(Complex()), "complex64"),
+        (lambda: Genome.from_module(SharedMemory("trainable")), "a and b lie in the same memory"),
+        (lambda: Genome.from_module(SharedMemory("frozen")), "a and b lie in the same memory"),
+        (lambda: Genome.from_module(SharedMemory("buffer")), "a and b lie in the same memory"),
+        (lambda: Genome.from_module(nn.Linear(2, 2)).views(torch.zeros(5)), "6 trainable"),
+        (lambda: Genome.from_module(nn.Linear(2, 2)).read(nn.Linear(2, 3)), "does not fit"),
+        (
+            lambda: Genome.from_module(nn.Linear(2, 2)).write(torch.zeros(6), nn.Linear(2, 2, bias=False)),
+            "does not fit",
+        ),
     ],
 )
 def test_what_has_no_genome_is_refused(attempt: Any, sentence: str) -> None:

@@ -15,12 +15,12 @@ import germline as gl
 from germline import resources, trainer
 from germline.core import PLAIN
 from germline.fleet import Local
-from germline.fleet.wire import column_spans, pack, sum_in_order, unpack
+from germline.fleet.wire import column_spans, decode_rows, encode_rows, sum_in_order
 from germline.genome import Genome
 from germline.journal import Journal
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, SlowPath, exact_arithmetic
-from germline.recipe import Recipe
+from germline.recipes.recipe import Recipe
 from germline.replay import verify
 from germline.strategies.base import Wire
 
@@ -50,9 +50,9 @@ def test_slices_are_added_one_after_the_other() -> None:
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 def test_what_is_packed_by_columns_is_what_is_packed_whole(wire: Wire) -> None:
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
-    whole = unpack(pack(rows, wire), 1000, wire, torch.float32)
+    whole = decode_rows(encode_rows(rows, wire), 1000, wire, torch.float32)
     for low, high in column_spans(1000, 3):
-        part = unpack(pack(rows[:, low:high], wire), high - low, wire, torch.float32)
+        part = decode_rows(encode_rows(rows[:, low:high], wire), high - low, wire, torch.float32)
         assert torch.equal(part, whole[:, low:high])
     worst = {"float32": 0.0, "bfloat16": 2**-8, "int8": 1 / 200}[wire]
     assert float((whole - rows).abs().max()) <= worst * float(rows.abs().max())
@@ -62,7 +62,7 @@ def test_int8_by_hand() -> None:
     """127 steps to the largest of 256 columns, which is exact; zeros stay zeros."""
     row = torch.zeros(1, 512)
     row[0, :3] = torch.tensor([2.54, -1.0, 0.011])
-    found = unpack(pack(row, "int8"), 512, "int8", torch.float32)
+    found = decode_rows(encode_rows(row, "int8"), 512, "int8", torch.float32)
     assert found[0, :3].tolist() == pytest.approx([2.54, -1.0, 0.02], abs=1e-6)
     assert not found[0, 3:].any()
 
@@ -100,14 +100,14 @@ def test_gradient_descent_in_slices_is_that_of_torch(tmp_path: Path) -> None:
     made = recipe(strategy=gl.Gradient(lr=0.1, optimizer="sgd", slices=4), generations=20)
     training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for g in range(20):
         training.step()
         batch = training.batch(g)
         assert batch is not None
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         F.cross_entropy(model(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.allclose(training.core.state.theta, expected, atol=1e-5)
 
@@ -126,11 +126,11 @@ def test_the_gradient_of_a_recurrent_net_is_that_of_torch(device: str) -> None:
             return out
 
     module = gl.seeded(0, Last)
-    genome, x, y = Genome.of(module), X.reshape(20, 4, 5), X[:20, :3].argmax(1)
+    genome, x, y = Genome.from_module(module), X.reshape(20, 4, 5), X[:20, :3].argmax(1)
     place = torch.device(device)
-    evaluator = Evaluator.of(module, genome, Objective(F.cross_entropy), place, PLAIN)
+    evaluator = Evaluator.build(module, genome, Objective(F.cross_entropy), place, PLAIN)
     with exact_arithmetic(place):
-        score, gradient = evaluator.gradient(genome.read(module, place), Batch.of((x, y), place))
+        score, gradient = evaluator.gradient(genome.read(module, place), Batch.from_raw((x, y), place))
     loss = F.cross_entropy(module.eval()(x), y)
     expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
     assert torch.allclose(gradient.cpu(), expected, rtol=1e-4, atol=1e-6)
@@ -162,7 +162,7 @@ def test_hybrid_es_learns_and_its_journal_replays(variant: Any, select_on: Any, 
     training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     first = training.step()
     rows = [training.step() for _ in range(29)]
-    assert rows[-1]["centre_loss"] < first["mean"]
+    assert rows[-1]["center_loss"] < first["mean"]
     training.finish("generations")
     training.kept.close()
     again = trainer.rebuild(made, Journal.open(tmp_path / "run", read_only=True), Local("cpu"))

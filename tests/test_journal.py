@@ -19,10 +19,10 @@ from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.journal import Journal
-from germline.recipe import seeded
+from germline.recipes.recipe import seeded
 from germline.run import Row, Run, rows_of
 from germline.stopping import Stop
-from germline.strategies import Gradient, Told
+from germline.strategies import GenerationResult, Gradient
 
 X = torch.linspace(-1, 1, 400).reshape(80, 5)
 
@@ -63,7 +63,7 @@ def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path
     replay.replay(training, until=0, from_start=True)
     for record in training.kept.records():
         replay.fold(training, record)
-        assert theta_sha256(training.core.state.theta) == hashes[record.told.generation]
+        assert theta_sha256(training.core.state.theta) == hashes[record.result.generation]
     for generation in (0, 1, 9, 10, 11, 250, 499, 500):  # from the snapshot before each
         training = replay.reopen(Journal.open(tmp_path / "run"))
         replay.replay(training, until=generation)
@@ -282,10 +282,10 @@ def test_backprop_on_another_machine_goes_on_from_the_next_snapshot(tmp_path: Pa
     made = recipe(strategy=Gradient())
     training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     for g in range(12):
-        told = training.core.evaluate(g, training.batch(g))
-        training.core.tell(told)
+        result = training.core.evaluate(g, training.batch(g))
+        training.core.tell(result)
         training.kept.append(
-            told,
+            result,
             "elsewhere" if g == 3 else theta_sha256(training.core.state.theta),
             {"seconds": 0.0, "samples": 0, "bytes": [0, 0]},
         )
@@ -306,9 +306,9 @@ def test_scores_are_kept_exactly(tmp_path: Path) -> None:
     training = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
     scores = np.array([np.nan, np.inf, -0.0, 1e-45, 3.1415927], np.float32)
     training.kept.append(
-        Told(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3, "bytes": [0, 0]}
+        GenerationResult(0, scores, {"sigma": 0.1, "lr": 1e-300}), None, {"seconds": 0.5, "samples": 3, "bytes": [0, 0]}
     )
     training.commit()
     (record,) = Journal.open(tmp_path / "run").records()
-    assert record.told.scores.tobytes() == scores.tobytes()
-    assert record.told.values == {"sigma": 0.1, "lr": 1e-300}
+    assert record.result.scores.tobytes() == scores.tobytes()
+    assert record.result.values == {"sigma": 0.1, "lr": 1e-300}

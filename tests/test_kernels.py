@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from germline.kernels import Address, Reading, cpu, reference
-from germline.optim import Adam
+from germline.optim.optimizers import Adam
 
 if find_spec("triton"):  # comes with torch on Linux only
     from germline.kernels import cuda
@@ -122,12 +122,12 @@ def test_perturb(kernels: ModuleType, span: tuple[int, int], vector: bool, dtype
 
 
 @both
-@pytest.mark.parametrize("centre", [0, 4], ids=["eps", "eps squared - 4"])
+@pytest.mark.parametrize("center", [0, 4], ids=["eps", "eps squared - 4"])
 @spans
-def test_accumulate(kernels: ModuleType, span: tuple[int, int], centre: int) -> None:
+def test_accumulate(kernels: ModuleType, span: tuple[int, int], center: int) -> None:
     start, count = span
     weights = np.array([3, -7_000_000, 20_000_000], np.int32)
-    arguments = (weights, address(start), Reading.POPCOUNT, centre)
+    arguments = (weights, address(start), Reading.POPCOUNT, center)
     out = np.empty(count, np.int32)
     assert same(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
 
@@ -312,8 +312,8 @@ def test_adam_in_one_pass_has_the_bits_of_its_operations(decay: float) -> None:
         theta, moments = adam.step(theta, gradient, moments, 0.02)
         corrections = 0.02 / (1 - moments.power1), 1 / math.sqrt(1 - moments.power2)
         scalars = (0.02 * decay, 0.9, 1 - 0.9, 0.999, 1 - 0.999, *corrections, 1e-8)
-        rounded = tuple(float(np.float32(value)) for value in scalars)
-        fused, first, second = cuda.adam(fused, first, second, gradient.to(GPU), rounded)
+        round_to = tuple(float(np.float32(value)) for value in scalars)
+        fused, first, second = cuda.adam(fused, first, second, gradient.to(GPU), round_to)
         assert torch.equal(fused.cpu(), theta)
 
 

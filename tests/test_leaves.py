@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from germline.fleet.local import one_thread_each
+from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome
-from germline.noise import low_rank
-from germline.objective import Batch, Objective, tensors_in
+from germline.noise import low_rank_matrices
+from germline.objective import Batch, Objective, iterate_tensors
 from germline.population import Evaluator, Plan, exact_arithmetic
 from germline.population.recurrent import step_by_step
 from germline.population.twins import RULES
@@ -96,32 +96,32 @@ def setting(
 ) -> tuple[nn.Module, Genome, Candidates, Batch]:
     torch.manual_seed(0)
     module = build()
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     inputs = tuple(x.to(genome.dtype) if x.is_floating_point() else x for x in inputs_of(shapes))
     field = OpenAIES(population=4 * BLOCK, rank=rank, mirrored=mirrored).field(1, genome)
-    assert field.matrices == low_rank(genome.shapes, rank)
+    assert field.matrices == low_rank_matrices(genome.shapes, rank)
     batch = Batch(inputs, {}, torch.zeros(()), len(inputs[0])).to(torch.device(device))
     return module, genome, Candidates(field, 4, genome.read(module, device), SIGMA), batch
 
 
 def plain_output(module: nn.Module, candidates: Candidates, batch: Batch, member: int) -> list[torch.Tensor]:
-    genome, one = Genome.of(module), copy.deepcopy(module).to(candidates.centre.device).eval()
+    genome, one = Genome.from_module(module), copy.deepcopy(module).to(candidates.center.device).eval()
     for part in one.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             part.train()  # the statistics of its own batch
     genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
     plain = torch.backends.cudnn.flags(enabled=False)  # whose recurrent layers are not as exact
-    with torch.no_grad(), one_thread_each(), exact_arithmetic(candidates.centre.device), plain:
-        return list(tensors_in(one(*batch.args)))
+    with torch.no_grad(), single_threaded_torch(), exact_arithmetic(candidates.center.device), plain:
+        return list(iterate_tensors(one(*batch.args)))
 
 
 def compare(
     module: nn.Module, genome: Genome, candidates: Candidates, batch: Batch, plan: Plan, tolerance: float
 ) -> None:
-    evaluator = Evaluator.of(module, genome, Objective(lambda output, target: target), batch.args[0].device, plan)
+    evaluator = Evaluator.build(module, genome, Objective(lambda output, target: target), batch.args[0].device, plan)
     members = np.array([3, 4, 5, 9, 9, 2])  # pairs, halves of pairs, one twice
-    with torch.no_grad(), one_thread_each(), exact_arithmetic(candidates.centre.device):
-        outputs = list(tensors_in(evaluator.outputs(evaluator.generation(candidates, batch), members)))
+    with torch.no_grad(), single_threaded_torch(), exact_arithmetic(candidates.center.device):
+        outputs = list(iterate_tensors(evaluator.outputs(evaluator.generation(candidates, batch), members)))
     for i, member in enumerate(members):
         for output, expected in zip(outputs, plain_output(module, candidates, batch, int(member)), strict=True):
             size = float(expected.square().mean().sqrt())
@@ -137,7 +137,7 @@ def test_outputs_are_those_of_plain_copies(build: Any, shapes: Shapes, rank: int
     module, genome, candidates, batch = setting(build, shapes, rank, device)
     before = copy.deepcopy(module.state_dict())
     tolerance = 1e-12 if genome.dtype == torch.float64 else 2e-5
-    compare(module, genome, candidates, batch, Plan(BLOCK, "twins"), tolerance)
+    compare(module, genome, candidates, batch, Plan(BLOCK, "population"), tolerance)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert module.training
 
@@ -148,14 +148,14 @@ def test_outputs_are_those_of_plain_copies(build: Any, shapes: Shapes, rank: int
 def test_bfloat16_is_near(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
     module, genome, candidates, batch = setting(build, shapes, rank, device)
     # of the largest error of any output, in parts of their size: 8 bits of each product and sum, through several layers
-    compare(module, genome, candidates, batch, Plan(BLOCK, "twins", dtype="bfloat16"), 0.3)
+    compare(module, genome, candidates, batch, Plan(BLOCK, "population", dtype="bfloat16"), 0.3)
 
 
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", ["two linear", "two conv2d", "embedding, then linear"])
 def test_noise_without_mirrors(name: str, rank: int | None) -> None:
     build, shapes = LEAVES[name]
-    compare(*setting(build, shapes, rank, "cpu", mirrored=False), Plan(BLOCK, "twins"), 2e-5)
+    compare(*setting(build, shapes, rank, "cpu", mirrored=False), Plan(BLOCK, "population"), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["two linear", "two conv2d", "LSTM forecaster", "transformer"])
@@ -163,8 +163,8 @@ def test_a_sigma_for_each_parameter(name: str) -> None:
     build, shapes = LEAVES[name]
     module, genome, candidates, batch = setting(build, shapes, None, "cpu")
     sigma = torch.rand(genome.size, generator=torch.Generator().manual_seed(2))
-    candidates = Candidates(candidates.field, 4, candidates.centre, sigma)
-    compare(module, genome, candidates, batch, Plan(BLOCK, "twins"), 2e-5)
+    candidates = Candidates(candidates.field, 4, candidates.center, sigma)
+    compare(module, genome, candidates, batch, Plan(BLOCK, "population"), 2e-5)
 
 
 RECURRENT = {name: LEAVES[name] for name in LEAVES if "lstm" in name.lower() or name in ("gru", "rnn")}
@@ -178,10 +178,10 @@ def test_recurrent_layers_step_by_step(
     """As they go where there is no fast layer of torch's to go through member by member."""
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
         monkeypatch.setitem(RULES, kind, step_by_step)
-    compare(*setting(build, shapes, rank, "cpu"), Plan(BLOCK, "twins"), 2e-5)
+    compare(*setting(build, shapes, rank, "cpu"), Plan(BLOCK, "population"), 2e-5)
 
 
-@pytest.mark.parametrize("method", ["vmap", "loop", "alone"])
+@pytest.mark.parametrize("method", ["vmap", "loop", "isolated"])
 @pytest.mark.parametrize("name", ["LeNet", "LSTM forecaster", "transformer", "residual block", "siamese"])
 def test_the_slower_paths_give_the_same(name: str, method: Any) -> None:
     if (name, method) == ("LSTM forecaster", "vmap"):  # which vmap cannot do

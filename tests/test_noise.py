@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from germline.kernels import Reading
-from germline.noise import VALUES, Field, Kind, Stream, chunks, low_rank, significant
+from germline.noise import VALUES, Field, Kind, Stream, chunks, low_rank_matrices, scale_sigma
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "field_v1.json").read_text())
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -80,7 +80,7 @@ def test_mirrored_members_have_opposite_noise(device: str) -> None:
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("rank", [None, 1, 3])
 def test_perturb_is_theta_plus_sigma_z(rank: int | None, mirrored: bool, device: str) -> None:
-    field = Field(5, mirrored=mirrored, matrices=low_rank(SHAPES, rank))
+    field = Field(5, mirrored=mirrored, matrices=low_rank_matrices(SHAPES, rank))
     noise = field.members([2, 3, 9], 7, device)
     theta = torch.linspace(-1, 1, SIZE, device=device)
     sigma = 0.0625
@@ -110,14 +110,14 @@ def plain_noise(field: Field, members: list[int], generation: int) -> torch.Tens
 
 
 def test_which_parameters_are_of_low_rank() -> None:
-    assert [(m.start, m.rows, m.columns, m.address) for m in low_rank(SHAPES, 1)] == [
+    assert [(m.start, m.rows, m.columns, m.address) for m in low_rank_matrices(SHAPES, 1)] == [
         (0, 30, 63, 0),
         (1920, 4, 30, 93),
         (2044, 50, 40, 127),
     ]
-    assert [m.rank for m in low_rank(SHAPES, [2, None, None, None, 5, None])] == [2, 5]
-    assert low_rank(SHAPES, None) == ()
-    assert low_rank([(3, 6)], 2) == ()  # 2 (3 + 6) >= 3 x 6
+    assert [m.rank for m in low_rank_matrices(SHAPES, [2, None, None, None, 5, None])] == [2, 5]
+    assert low_rank_matrices(SHAPES, None) == ()
+    assert low_rank_matrices([(3, 6)], 2) == ()  # 2 (3 + 6) >= 3 x 6
 
 
 @on_every_device
@@ -131,7 +131,7 @@ def test_sigma_has_20_bits_and_its_product_is_exact(device: str) -> None:
         assert torch.equal(step, unit * eps)
         assert abs(2 * unit.item() - sigma) <= sigma * 2**-20
     vector = torch.rand(5000, device=device)
-    cut = significant(vector, 0.5, vector)
+    cut = scale_sigma(vector, 0.5, vector)
     assert torch.equal(noise.perturb(theta, vector)[0].double(), cut.double() * eps)
     assert ((vector / 2 - cut) / vector).abs().max().item() < 2**-19
     assert (cut.view(torch.int32) & 15 == 0).all()
@@ -139,7 +139,7 @@ def test_sigma_has_20_bits_and_its_product_is_exact(device: str) -> None:
 
 @on_every_device
 def test_perturb_into_a_buffer_and_from_the_middle(device: str) -> None:
-    field = Field(4, matrices=low_rank(SHAPES, 1), mirrored=True)
+    field = Field(4, matrices=low_rank_matrices(SHAPES, 1), mirrored=True)
     noise = field.members(range(6), 1, device)
     theta = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)).to(device)
     whole = noise.perturb(theta, 0.25)
@@ -152,7 +152,7 @@ def test_perturb_into_a_buffer_and_from_the_middle(device: str) -> None:
 @pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("rank", [None, 1, 3])
 def test_weighted_sum_is_exact_and_the_same_for_any_cut(rank: int | None, mirrored: bool, device: str) -> None:
-    field = Field(11, mirrored=mirrored, matrices=low_rank(SHAPES, rank))
+    field = Field(11, mirrored=mirrored, matrices=low_rank_matrices(SHAPES, rank))
     members, weights = list(range(10)), [9, -7, 5, -3, 1, 1, 0, -6, 0, 0]
     noise = field.members(members, 3, device)
     whole = noise.weighted_sum(weights, (0, SIZE))
@@ -200,13 +200,13 @@ def test_the_bound_decides_between_32_and_64_bits() -> None:
         with pytest.raises(ValueError, match="too large"):
             noise.accumulate(weights, (0, 9))
     with pytest.raises(ValueError, match="too large"):
-        noise.accumulate_low_rank([2**47, 0], low_rank([(5, 5)], 1)[0])
+        noise.accumulate_low_rank([2**47, 0], low_rank_matrices([(5, 5)], 1)[0])
 
 
 @on_every_device
 def test_many_members(device: str) -> None:
     """More than fit one launch in a direction of a grid, and more than low-rank factors are held of at once."""
-    field = Field(3, matrices=low_rank([(4, 30)], 1))
+    field = Field(3, matrices=low_rank_matrices([(4, 30)], 1))
     members = range(70_000)
     noise = field.members(members, 2, device)
     a, b = noise.factors(field.matrices[0])
@@ -228,7 +228,7 @@ def test_other_draws_are_of_the_member_itself_mirrored_or_not() -> None:
 
 
 def test_negative_zeros_do_not_depend_on_the_cut() -> None:
-    field = Field(4, matrices=low_rank([(30, 40)], 1))
+    field = Field(4, matrices=low_rank_matrices([(30, 40)], 1))
     theta = torch.full((1200,), -0.0)
     noise = field.members([0, 1], 0)
     whole = noise.perturb(theta, 0.1)
@@ -239,7 +239,7 @@ def test_negative_zeros_do_not_depend_on_the_cut() -> None:
 
 @on_every_device
 def test_nothing_of_nothing(device: str) -> None:
-    field = Field(4, matrices=low_rank([(30, 40)], 1))
+    field = Field(4, matrices=low_rank_matrices([(30, 40)], 1))
     noise = field.members([], 0, device)
     assert noise.perturb(torch.zeros(1200, device=device), 0.1).shape == (0, 1200)
     assert noise.weighted_sum([], (0, 1200)).tolist() == [0.0] * 1200
@@ -286,13 +286,13 @@ def test_host_draws_are_within_bounds_even_and_permutations() -> None:
         (lambda: Field(0).members([0], 0).accumulate([0.5], (0, 1)), "Weights"),  # type: ignore[list-item]
         (lambda: Field(0).members([0], 0).accumulate([1, 2], (0, 1)), "Weights"),
         (lambda: Field(0).members([0], 0).accumulate([1], (0, 1), 3), "power 1 or 2"),  # type: ignore[arg-type]
-        (lambda: Field(0, matrices=low_rank([(5, 5)], 1)).members([0], 0).accumulate([1], (0, 4)), "low rank"),
-        (lambda: Field(0, matrices=low_rank([(5, 5)], 1)).members([0], 0).integers((24, 26)), "low rank"),
+        (lambda: Field(0, matrices=low_rank_matrices([(5, 5)], 1)).members([0], 0).accumulate([1], (0, 4)), "low rank"),
+        (lambda: Field(0, matrices=low_rank_matrices([(5, 5)], 1)).members([0], 0).integers((24, 26)), "low rank"),
         (lambda: Field(0).members([0], 0).perturb(torch.zeros(2), 1e39), "Sigma"),
         (lambda: Field(0).members([0], 0).perturb(torch.zeros(2, device="meta"), 1.0), "meta"),
         (lambda: Field(0).below(0, 1, 0, Stream.BATCH), "below 0"),
-        (lambda: low_rank([(2, 3)], 0), "rank"),
-        (lambda: low_rank([(2, 3)], [1, 1]), "ranks"),
+        (lambda: low_rank_matrices([(2, 3)], 0), "rank"),
+        (lambda: low_rank_matrices([(2, 3)], [1, 1]), "ranks"),
     ],
 )
 def test_what_cannot_be_addressed_is_refused(attempt: Any, sentence: str) -> None:
@@ -303,7 +303,7 @@ def test_what_cannot_be_addressed_is_refused(attempt: Any, sentence: str) -> Non
 @on_every_device
 def test_global_generators_are_not_touched(device: str) -> None:
     before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()  # noqa: NPY002
-    noise = Field(1, matrices=low_rank(SHAPES, 1)).members(range(4), 0, device)
+    noise = Field(1, matrices=low_rank_matrices(SHAPES, 1)).members(range(4), 0, device)
     noise.perturb(torch.zeros(SIZE, device=device), 0.1)
     noise.weighted_sum([1, 2, 3, 4], (0, SIZE))
     noise.bits((0, 10), Stream.CROSSOVER)

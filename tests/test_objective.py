@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from germline.errors import BadInput
-from germline.objective import Batch, Batches, Data, Objective, accuracy, objective_of
+from germline.objective import Batch, Batches, Data, Objective, accuracy, build_objective
 
 X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
 
@@ -35,7 +35,7 @@ SOURCES: dict[str, Any] = {
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
 def test_examples_by_number_from_every_source(source: Any) -> None:
-    data = Data.of(source)
+    data = Data.from_source(source)
     assert data.length == 10
     assert data.batch_size == (4 if isinstance(source, DataLoader) else None)
     batch = data.fetch(np.array([7, 2]))
@@ -43,20 +43,21 @@ def test_examples_by_number_from_every_source(source: Any) -> None:
     assert torch.equal(inputs, X[[7, 2]])
     assert batch.target.tolist() == [7, 2]
     assert batch.size == 2
-    assert data.fingerprint == Data.of(source).fingerprint
+    assert data.fingerprint == Data.from_source(source).fingerprint
 
 
 def test_fingerprints_tell_data_apart() -> None:
     other = X.clone()
     other[3, 1] = 0
     found = {
-        Data.of(s).fingerprint for s in ((X, Y), (other, Y), (X.double(), Y), (X[:9], Y[:9]), TensorDataset(other, Y))
+        Data.from_source(s).fingerprint
+        for s in ((X, Y), (other, Y), (X.double(), Y), (X[:9], Y[:9]), TensorDataset(other, Y))
     }
     assert len(found) == 5
 
 
 def test_the_batch_is_a_function_of_seed_and_generation() -> None:
-    data = Data.of((X, Y))
+    data = Data.from_source((X, Y))
     batches = Batches(data, 4, seed=1)
     forwards = [batches.indices(g).tolist() for g in range(9)]
     backwards = [Batches(data, 4, seed=1).indices(g).tolist() for g in reversed(range(9))][::-1]
@@ -71,8 +72,8 @@ def test_two_inputs_and_keyword_inputs_reach_the_model() -> None:
         return a * b
 
     objective = Objective(lambda output, target: (output - target).sum())
-    assert objective.score(product, Batch.of((torch.ones(2), torch.full((2,), 3.0), torch.ones(2)))) == 4
-    batch = Batch.of({"b": torch.ones(2), "a": torch.full((2,), 2.0), "target": torch.ones(2)})
+    assert objective.score(product, Batch.from_raw((torch.ones(2), torch.full((2,), 3.0), torch.ones(2)))) == 4
+    batch = Batch.from_raw({"b": torch.ones(2), "a": torch.full((2,), 2.0), "target": torch.ones(2)})
     assert objective.score(product, batch) == 2
 
 
@@ -88,8 +89,8 @@ class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def test_random_transforms_are_a_function_of_seed_and_generation() -> None:
     before = torch.get_rng_state()
-    data = Data.of(Augmented())
-    assert data.fingerprint == Data.of(Augmented()).fingerprint
+    data = Data.from_source(Augmented())
+    assert data.fingerprint == Data.from_source(Augmented()).fingerprint
     one, two, other = (Batches(data, 4, seed=s).batch(3).args[0] for s in (1, 1, 2))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
@@ -101,7 +102,7 @@ def test_metrics_of_a_split_are_averages_over_its_examples() -> None:
     x, y = torch.randn(2500, 3), torch.randint(0, 3, (2500,))
     model = nn.Linear(3, 3)
     objective = Objective(F.cross_entropy, metrics={"accuracy": accuracy})
-    found = objective.evaluate(model, Data.of((x, y)), "cpu")
+    found = objective.evaluate(model, Data.from_source((x, y)), "cpu")
     assert found["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
     assert found["accuracy"] == pytest.approx((model(x).argmax(1) == y).float().mean().item(), rel=1e-5)
 
@@ -114,19 +115,19 @@ class Endless(torch.utils.data.IterableDataset[int]):
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
-        (lambda: Data.of((X, Y[:9])), "one length"),
-        (lambda: Data.of((X,)), "inputs and target"),
-        (lambda: Data.of((X[:0], Y[:0])), "empty"),
-        (lambda: Data.of((X, [1, 2])), "not a tensor"),
-        (lambda: Data.of((X / 0, Y)), "NaN or infinite"),
-        (lambda: Data.of(TensorDataset(X * float("nan"), Y)), "NaN or infinite"),
-        (lambda: Data.of(3), "give a tuple"),
-        (lambda: Data.of(Endless()), "iterable"),
-        (lambda: Batch.of({"x": X}), "target"),
-        (lambda: Batch.of(X), "tuple of inputs"),
-        (lambda: objective_of(None, None, None, None, {}), "exactly one"),
-        (lambda: objective_of(accuracy, accuracy, None, None, {}), "loss and score"),
-        (lambda: objective_of(F.mse_loss, None, None, True, {}), "minimised"),
+        (lambda: Data.from_source((X, Y[:9])), "one length"),
+        (lambda: Data.from_source((X,)), "inputs and target"),
+        (lambda: Data.from_source((X[:0], Y[:0])), "empty"),
+        (lambda: Data.from_source((X, [1, 2])), "not a tensor"),
+        (lambda: Data.from_source((X / 0, Y)), "NaN or infinite"),
+        (lambda: Data.from_source(TensorDataset(X * float("nan"), Y)), "NaN or infinite"),
+        (lambda: Data.from_source(3), "give a tuple"),
+        (lambda: Data.from_source(Endless()), "iterable"),
+        (lambda: Batch.from_raw({"x": X}), "target"),
+        (lambda: Batch.from_raw(X), "tuple of inputs"),
+        (lambda: build_objective(None, None, None, None, {}), "exactly one"),
+        (lambda: build_objective(accuracy, accuracy, None, None, {}), "loss and score"),
+        (lambda: build_objective(F.mse_loss, None, None, True, {}), "minimized"),
     ],
 )
 def test_bad_data_is_answered_by_a_sentence(attempt: Any, sentence: str) -> None:

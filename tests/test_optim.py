@@ -1,4 +1,4 @@
-"""Optimisers and exponential: the written order of operations, bit for bit in NumPy, torch on the CPU and CUDA."""
+"""Optimizers and exponential: the written order of operations, bit for bit in NumPy, torch on the CPU and CUDA."""
 
 import math
 from typing import Any
@@ -8,10 +8,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from germline.optim import SGD, Adam, Moments, exponential, square_root
+from germline.optim.optimizers import SGD, Adam, Moments, exponential, square_root
 
 Array = NDArray[Any]
-Optimiser = SGD | Adam
+Optimizer = SGD | Adam
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -19,26 +19,26 @@ OPTIMISERS = [SGD(), SGD(weight_decay=0.1), SGD(momentum=0.9, weight_decay=0.01)
 STEPS, SIZE = 1000, 301
 
 
-def numpy_run(optimiser: Optimiser, theta: Array, gradients: list[Array], rates: list[float]) -> Array:
+def numpy_run(optimizer: Optimizer, theta: Array, gradients: list[Array], rates: list[float]) -> Array:
     """The same equations, written again with NumPy's own arithmetic."""
     kind = theta.dtype.type
     first, second = np.zeros_like(theta), np.zeros_like(theta)
     power1 = power2 = 1.0
     for g, rate in zip(gradients, rates, strict=True):
-        if optimiser.weight_decay:
-            theta = theta - theta * kind(rate * optimiser.weight_decay)
-        if isinstance(optimiser, SGD):
-            if optimiser.momentum:
-                first = first * kind(optimiser.momentum) + g
+        if optimizer.weight_decay:
+            theta = theta - theta * kind(rate * optimizer.weight_decay)
+        if isinstance(optimizer, SGD):
+            if optimizer.momentum:
+                first = first * kind(optimizer.momentum) + g
                 theta = theta - first * kind(rate)
             else:
                 theta = theta - g * kind(rate)
             continue
-        power1, power2 = power1 * optimiser.beta1, power2 * optimiser.beta2
-        first = first * kind(optimiser.beta1) + g * kind(1 - optimiser.beta1)
-        second = second * kind(optimiser.beta2) + (g * g) * kind(1 - optimiser.beta2)
+        power1, power2 = power1 * optimizer.beta1, power2 * optimizer.beta2
+        first = first * kind(optimizer.beta1) + g * kind(1 - optimizer.beta1)
+        second = second * kind(optimizer.beta2) + (g * g) * kind(1 - optimizer.beta2)
         step = first * kind(rate / (1 - power1))
-        theta = theta - step / (np.sqrt(second) * kind(1 / math.sqrt(1 - power2)) + kind(optimiser.eps))
+        theta = theta - step / (np.sqrt(second) * kind(1 / math.sqrt(1 - power2)) + kind(optimizer.eps))
     return theta
 
 
@@ -51,31 +51,31 @@ def problem(dtype: type) -> tuple[Array, list[Array], list[float]]:
 
 
 def torch_run(
-    optimiser: Optimiser, theta: Array, gradients: list[Array], rates: list[float], device: str, span: slice
+    optimizer: Optimizer, theta: Array, gradients: list[Array], rates: list[float], device: str, span: slice
 ) -> Array:
     x = torch.from_numpy(theta[span].copy()).to(device)
-    moments = optimiser.init(x)
+    moments = optimizer.init(x)
     for g, rate in zip(gradients, rates, strict=True):
-        x, moments = optimiser.step(x, torch.from_numpy(g[span]).to(device), moments, rate)
+        x, moments = optimizer.step(x, torch.from_numpy(g[span]).to(device), moments, rate)
     return x.cpu().numpy()
 
 
 @on_every_device
 @every_dtype
-@pytest.mark.parametrize("optimiser", OPTIMISERS, ids=repr)
-def test_a_thousand_steps_have_the_bits_of_numpy(optimiser: Optimiser, dtype: type, device: str) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMISERS, ids=repr)
+def test_a_thousand_steps_have_the_bits_of_numpy(optimizer: Optimizer, dtype: type, device: str) -> None:
     theta, gradients, rates = problem(dtype)
-    expected = numpy_run(optimiser, theta, gradients, rates)
+    expected = numpy_run(optimizer, theta, gradients, rates)
     assert np.isfinite(expected).all()
-    assert np.array_equal(torch_run(optimiser, theta, gradients, rates, device, slice(None)), expected)
+    assert np.array_equal(torch_run(optimizer, theta, gradients, rates, device, slice(None)), expected)
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS, ids=repr)
-def test_any_span_of_columns_is_a_part_of_the_whole(optimiser: Optimiser) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMISERS, ids=repr)
+def test_any_span_of_columns_is_a_part_of_the_whole(optimizer: Optimizer) -> None:
     theta, gradients, rates = problem(np.float32)
-    whole = torch_run(optimiser, theta, gradients[:50], rates[:50], "cpu", slice(None))
+    whole = torch_run(optimizer, theta, gradients[:50], rates[:50], "cpu", slice(None))
     for span in (slice(0, 1), slice(3, 130), slice(130, 301), slice(5, 5)):
-        assert np.array_equal(torch_run(optimiser, theta, gradients[:50], rates[:50], "cpu", span), whole[span])
+        assert np.array_equal(torch_run(optimizer, theta, gradients[:50], rates[:50], "cpu", span), whole[span])
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_any_span_of_columns_is_a_part_of_the_whole(optimiser: Optimiser) -> Non
     ],
     ids=lambda x: repr(x) if isinstance(x, SGD | Adam) else "",
 )
-def test_the_same_algorithm_as_torch(ours: Optimiser, theirs: Any) -> None:
+def test_the_same_algorithm_as_torch(ours: Optimizer, theirs: Any) -> None:
     theta, gradients, _ = problem(np.float64)
     parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
-    optimiser = theirs([parameter])
+    optimizer = theirs([parameter])
     for g in gradients[:200]:
         parameter.grad = torch.from_numpy(g)
-        optimiser.step()
+        optimizer.step()
     got = torch_run(ours, theta, gradients[:200], [0.01] * 200, "cpu", slice(None))
     assert np.allclose(got, parameter.detach().numpy(), rtol=1e-9, atol=1e-12)
 

@@ -45,7 +45,7 @@ def test_every_strategy_runs_every_recipe(name: str, strategy: str, tmp_path: Pa
 
 def test_the_large_net_is_large() -> None:
     net = make("unet-nuclei", {"size": "large"}, seed=0).model
-    assert Genome.of(net).size == 1_946_305
+    assert Genome.from_module(net).size == 1_946_305
     assert net(torch.zeros(1, 1, 64, 64)).shape == (1, 1, 64, 64)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.fleet.local import one_thread_each
+from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome
 from germline.noise import Field
 from germline.objective import Batch, Objective, accuracy
@@ -25,11 +25,11 @@ from germline.population import (
     Evaluator,
     Plan,
     block_size,
+    choose_dtype,
+    choose_plan,
     exact_arithmetic,
-    in_type,
-    prepared,
+    make_evaluation_copy,
     refresh_statistics,
-    settle,
 )
 from germline.population.buffers import arrays, empty
 from germline.population.check import WORTH_IT, multiplies_in_16_bits, work
@@ -70,26 +70,26 @@ def setting(
     build, shape, usual = MODULES[name]
     torch.manual_seed(0)
     module, (x,), y = build(), inputs_of((shape,)), torch.randint(0, 3, (16,))
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     field = OpenAIES(population=P, rank=rank).field(1, genome)
     candidates = Candidates(field, 4, genome.read(module, device), SIGMA)
     objective = Objective(function or usual)
 
     def make(plan: Plan) -> Evaluator:
-        return Evaluator.of(module, genome, objective, torch.device(device), plan)
+        return Evaluator.build(module, genome, objective, torch.device(device), plan)
 
-    return module, make, candidates, Batch.of((x, y), device)
+    return module, make, candidates, Batch.from_raw((x, y), device)
 
 
 def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, function: Callable[..., Any]) -> list[float]:
-    genome, scores = Genome.of(module), []
+    genome, scores = Genome.from_module(module), []
     for member in range(P):
-        one = copy.deepcopy(module).to(candidates.centre.device).eval()
+        one = copy.deepcopy(module).to(candidates.center.device).eval()
         for part in one.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 part.train()  # the statistics of its own batch
         genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
-        with torch.no_grad(), exact_arithmetic(candidates.centre.device):
+        with torch.no_grad(), exact_arithmetic(candidates.center.device):
             scores.append(float(function(one(*batch.args), batch.target)))
     return scores
 
@@ -100,9 +100,9 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
 def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: str) -> None:
     module, make, candidates, batch = setting(name, device=device, rank=rank)
     before = copy.deepcopy(module.state_dict())
-    with one_thread_each(), exact_arithmetic(candidates.centre.device):
-        settled = settle(make, 8, candidates, batch)
-    assert settled.plan == Plan(8, "twins")
+    with single_threaded_torch(), exact_arithmetic(candidates.center.device):
+        settled = choose_plan(make, 8, candidates, batch)
+    assert settled.plan == Plan(8, "population")
     assert settled.reason is None
     scores = Local(device).evaluate(make(settled.plan), candidates, P, batch)
     assert scores.dtype == np.float32
@@ -115,7 +115,7 @@ def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: s
 @every_module
 def test_threads_do_not_change_a_bit(name: str, rank: int | None) -> None:
     _, make, candidates, batch = setting(name, rank=rank)
-    plan, scores = Plan(8, "twins"), []
+    plan, scores = Plan(8, "population"), []
     before = torch.get_num_threads()
     for workers in (1, 2, 3):
         torch.set_num_threads(workers)
@@ -131,7 +131,7 @@ def score_blocks(name: str, rank: int | None, numbers: list[int]) -> dict[int, b
     """Some blocks, in the order given, in a process that does nothing else."""
     torch.set_num_threads(1)
     _, make, candidates, batch = setting(name, rank=rank)
-    evaluator = make(Plan(8, "twins"))
+    evaluator = make(Plan(8, "population"))
     blocks = evaluator.blocks(P)
     with exact_arithmetic(torch.device("cpu")):
         generation = evaluator.generation(candidates, batch)
@@ -159,21 +159,21 @@ def python_score(output: torch.Tensor, target: torch.Tensor) -> float:
     return float((output.argmax(1) == target).float().mean().item())
 
 
-@pytest.mark.parametrize(("function", "vectorised"), [(accuracy, True), (python_score, False)])
-def test_scores_without_a_gradient(function: Callable[..., Any], vectorised: bool) -> None:
+@pytest.mark.parametrize(("function", "vectorized"), [(accuracy, True), (python_score, False)])
+def test_scores_without_a_gradient(function: Callable[..., Any], vectorized: bool) -> None:
     module, make, candidates, batch = setting("mlp", function)
-    settled = settle(make, 8, candidates, batch)
-    assert settled.plan == Plan(8, "twins", vectorised)
+    settled = choose_plan(make, 8, candidates, batch)
+    assert settled.plan == Plan(8, "population", vectorized)
     scores = Local("cpu").evaluate(make(settled.plan), candidates, P, batch)
     assert np.allclose(scores, plain_scores(module, candidates, batch, function), atol=1e-6)
 
 
 def test_an_objective_of_the_model() -> None:
     module = nn.Linear(4, 2)
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     candidates = Candidates(OpenAIES().field(1, genome), 0, genome.read(module), SIGMA)
     objective = Objective(lambda model: model.weight.sum().item(), of_model=True)
-    evaluator = Evaluator.of(module, genome, objective, torch.device("cpu"), Plan(4, "loop", vectorised=False))
+    evaluator = Evaluator.build(module, genome, objective, torch.device("cpu"), Plan(4, "loop", vectorized=False))
     scores = Local("cpu", 2).evaluate(evaluator, candidates, 10, None)
     weights = candidates.weights(np.arange(10), 0, genome.size)[:, :8].sum(1)
     assert np.allclose(scores, weights.numpy(), atol=1e-5)
@@ -183,7 +183,7 @@ def test_an_objective_of_the_model() -> None:
 @pytest.mark.parametrize("slices", [1, 3])
 def test_the_gradient_is_that_of_backprop(slices: int, device: str) -> None:
     module, make, candidates, batch = setting("mlp", device=device)
-    score, gradient = Local(device).gradient(make(Plan(1, "loop", slices=slices)), candidates.centre, batch, "float32")
+    score, gradient = Local(device).gradient(make(Plan(1, "loop", slices=slices)), candidates.center, batch, "float32")
     module.to(device)
     loss = F.cross_entropy(module(*batch.args), batch.target)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -194,7 +194,7 @@ def test_the_gradient_is_that_of_backprop(slices: int, device: str) -> None:
 
 def test_the_shared_product_is_made_once_for_a_generation() -> None:
     module, make, candidates, batch = setting("mlp", rank=1)
-    evaluator = make(Plan(8, "twins"))
+    evaluator = make(Plan(8, "population"))
     generation = evaluator.generation(candidates, batch)
     for block in evaluator.blocks(P):
         evaluator.score_block(generation, block)
@@ -204,7 +204,7 @@ def test_the_shared_product_is_made_once_for_a_generation() -> None:
     assert torch.allclose(product, F.linear(batch.args[0], layer.get_parameter("weight")), atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["twins", "vmap", "loop", "alone"])
+@pytest.mark.parametrize("method", ["population", "vmap", "loop", "isolated"])
 def test_dropout_is_a_function_of_the_address(method: Any) -> None:
     _, make, candidates, batch = setting("batch norm and dropout")
     off = Local("cpu").evaluate(make(Plan(8, method)), candidates, P, batch)
@@ -212,7 +212,7 @@ def test_dropout_is_a_function_of_the_address(method: Any) -> None:
     on = [Local("cpu", workers).evaluate(make(plan), candidates, P, batch) for workers in (1, 2)]
     assert on[0].tobytes() == on[1].tobytes()
     assert not np.allclose(on[0], off, rtol=1e-3)
-    twins = Local("cpu").evaluate(make(Plan(8, "twins", dropout=True)), candidates, P, batch)
+    twins = Local("cpu").evaluate(make(Plan(8, "population", dropout=True)), candidates, P, batch)
     assert np.allclose(on[0], twins, rtol=1e-4)  # the same masks by every path
 
 
@@ -220,9 +220,11 @@ def test_dropout_is_a_function_of_the_address(method: Any) -> None:
 def test_dropout_keeps_its_part_and_its_mean(kind: Any, shape: tuple[int, ...]) -> None:
     """Beside a scale that is trained, since something must be."""
     module = nn.Sequential(kind(0.25), nn.PReLU())
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
     candidates = Candidates(OpenAIES().field(1, genome), 0, genome.read(module), SIGMA)
-    evaluator = Evaluator.of(module, genome, Objective(mean_of), torch.device("cpu"), Plan(4, "twins", dropout=True))
+    evaluator = Evaluator.build(
+        module, genome, Objective(mean_of), torch.device("cpu"), Plan(4, "population", dropout=True)
+    )
     batch = Batch((torch.ones(shape),), {}, torch.zeros(()), shape[0])
     outputs = evaluator.outputs(evaluator.generation(candidates, batch), np.arange(4))
     dropped = (outputs == 0).flatten(1).float().mean(1)
@@ -235,20 +237,20 @@ def test_dropout_keeps_its_part_and_its_mean(kind: Any, shape: tuple[int, ...]) 
 
 def test_bfloat16_is_taken_where_ranks_survive_it() -> None:
     _, make, candidates, batch = setting("LeNet")
-    settled = settle(make, 8, candidates, batch)
-    asked = in_type(make, settled, "bfloat16", candidates, batch)
-    assert asked.plan == Plan(8, "twins", dtype="bfloat16")
-    assert in_type(make, settled, "float32", candidates, batch) == settled
+    settled = choose_plan(make, 8, candidates, batch)
+    asked = choose_dtype(make, settled, "bfloat16", candidates, batch)
+    assert asked.plan == Plan(8, "population", dtype="bfloat16")
+    assert choose_dtype(make, settled, "float32", candidates, batch) == settled
     scores = [Local("cpu").evaluate(make(plan), candidates, P, batch) for plan in (settled.plan, asked.plan)]
     assert np.corrcoef(scores[0], scores[1])[0, 1] > 0.99
     assert not np.array_equal(scores[0], scores[1])
     # by auto too, where it is worth it and the processor has it
     fast = multiplies_in_16_bits(torch.device("cpu"))
     assert work(make, batch) > WORTH_IT
-    assert in_type(make, settled, "auto", candidates, batch) == (asked if fast else settled)
+    assert choose_dtype(make, settled, "auto", candidates, batch) == (asked if fast else settled)
     # a sigma that 8 bits cannot show: the scores differ by rounding alone
-    tiny = Candidates(candidates.field, 4, candidates.centre, 1e-6)
-    assert in_type(make, settled, "auto", tiny, batch) == settled
+    tiny = Candidates(candidates.field, 4, candidates.center, 1e-6)
+    assert choose_dtype(make, settled, "auto", tiny, batch) == settled
 
 
 def test_bfloat16_for_what_cannot_be_done_at_once() -> None:
@@ -260,19 +262,21 @@ def test_bfloat16_for_what_cannot_be_done_at_once() -> None:
 def test_running_statistics_are_re_estimated() -> None:
     layer, norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
     module = nn.Sequential(layer, norm).eval()
-    batches = [Batch.of((torch.randn(50, 6), torch.zeros(50))) for _ in range(3)]
+    batches = [Batch.from_raw((torch.randn(50, 6), torch.zeros(50))) for _ in range(3)]
     hidden = torch.cat([layer(batch.args[0]) for batch in batches])
     refresh_statistics(module, iter(batches))
     assert norm.running_mean is not None
     assert torch.allclose(norm.running_mean, hidden.mean(0), atol=1e-5)
     assert not norm.training
     assert norm.momentum == 0.1
-    assert prepared(module)[1].running_mean is None  # type: ignore[index]
+    assert make_evaluation_copy(module)[1].running_mean is None  # type: ignore[index]
 
 
 def test_the_block_is_a_function_of_the_problem() -> None:
     def size(population: int, module: nn.Module, *shape: int) -> int:
-        return block_size(population, Genome.of(module), module, Batch.of((torch.zeros(shape), torch.zeros(1))))
+        return block_size(
+            population, Genome.from_module(module), module, Batch.from_raw((torch.zeros(shape), torch.zeros(1)))
+        )
 
     small, large = nn.Linear(9, 9), nn.Linear(5000, 2000)
     assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [64, 10, 34, 34]  # in equal parts, of whole pairs
@@ -288,7 +292,7 @@ from germline.fleet import Local
 from germline.objective import Batch, Objective
 from germline.run import peak_memory
 from germline.strategies import OpenAIES
-batch = Batch.of((torch.randn(32, 784), torch.randint(0, 10, (32,))))
+batch = Batch.from_raw((torch.randn(32, 784), torch.randint(0, 10, (32,))))
 for rank in (None, 1):
     module = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
     core = Core(module, OpenAIES(population={population}, rank=rank), Objective(F.cross_entropy), Local("cpu", 2), 0)
@@ -333,11 +337,11 @@ def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:
         return F.mse_loss(output, target)
 
     module, x = nn.Linear(3, 1), torch.zeros(4, 3)
-    genome = Genome.of(module)
-    plan = Plan(8, "twins")
-    evaluator = Evaluator.of(module, genome, Objective(loss), torch.device("cpu"), plan)
+    genome = Genome.from_module(module)
+    plan = Plan(8, "population")
+    evaluator = Evaluator.build(module, genome, Objective(loss), torch.device("cpu"), plan)
     candidates = Candidates(Field(1), 0, genome.read(module, torch.device("cpu")), 0.1)
-    batch = Batch.of((x, torch.zeros(4, 1)), torch.device("cpu"))
+    batch = Batch.from_raw((x, torch.zeros(4, 1)), torch.device("cpu"))
     torch.set_num_threads(2)
     try:
         assert np.isfinite(Local("cpu").evaluate(evaluator, candidates, 16, batch)).all()

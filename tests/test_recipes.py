@@ -13,7 +13,7 @@ import torch
 
 import germline as gl
 from germline import data, trainer
-from germline.data import CELL, Missing, Splits, cifar10, mnist, synthetic
+from germline.data import CELL, MissingDataError, Splits, cifar10, mnist, synthetic
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
@@ -42,7 +42,7 @@ def parts_of(splits: Splits) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @every_net
 def test_sizes_are_the_published_ones(name: str) -> None:
     made = make(name, {"data": "synthetic", "examples": "3"}, seed=0)
-    assert Genome.of(made.model).size == SIZES[name]
+    assert Genome.from_module(made.model).size == SIZES[name]
     assert made.data[0].shape == (3, *SHAPES[name])
     assert made.model(made.data[0]).shape == (3, 10)
 
@@ -112,12 +112,12 @@ def test_settings_that_cannot_be(settings: dict[str, Any], sentence: str) -> Non
 
 def test_a_recipe_downloads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MNIST_MIRROR", "nowhere://")
-    with pytest.raises(Missing, match="train-images"):
+    with pytest.raises(MissingDataError, match="train-images"):
         mnist(download=False)
 
 
 def records(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Pictures of one colour: that of record i is i in red, 2 i in green and 3 i in blue, and its label is i % 10."""
+    """Pictures of one color: that of record i is i in red, 2 i in green and 3 i in blue, and its label is i % 10."""
     i = np.arange(count, dtype=np.uint8)
     pixels = np.repeat(np.stack([i, 2 * i, 3 * i], 1), 32 * 32, axis=1)
     return np.concatenate([i[:, None] % 10, pixels], axis=1)
@@ -158,11 +158,11 @@ def test_cifar10_is_read_from_its_files(put: Any, where: str, folder: Path, monk
     seen = []
     for x, y in parts_of(splits)[:2]:
         assert (x.shape[1:], x.dtype, y.dtype) == ((3, 32, 32), torch.float32, torch.int64)
-        colours = ((x.mean((2, 3)) * deviation + mean) * 255).round().int()
+        colors = ((x.mean((2, 3)) * deviation + mean) * 255).round().int()
         assert torch.equal(x.amax((2, 3)), x.amin((2, 3)))
-        assert torch.equal(colours, colours[:, :1] * torch.tensor([1, 2, 3]))
-        assert torch.equal(colours[:, 0] % 10, y)
-        seen += colours[:, 0].tolist()
+        assert torch.equal(colors, colors[:, :1] * torch.tensor([1, 2, 3]))
+        assert torch.equal(colors[:, 0] % 10, y)
+        seen += colors[:, 0].tolist()
     assert sorted(seen) == list(range(50))
     assert splits.test[1].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
@@ -183,5 +183,5 @@ def test_another_file_than_the_published_one_is_refused(folder: Path, monkeypatc
 def test_a_file_that_is_missing_makes_the_set_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_binary_version(folder / "cifar10", monkeypatch)
     (folder / "cifar10" / "data_batch_3.bin").unlink()
-    with pytest.raises(Missing, match=r"data_batch_3\.bin"):
+    with pytest.raises(MissingDataError, match=r"data_batch_3\.bin"):
         cifar10()

@@ -16,7 +16,7 @@ from germline.core import Core
 from germline.fleet import Local
 from germline.genome import Genome
 from germline.kernels import recorded
-from germline.noise import Field, low_rank, recordings
+from germline.noise import Field, low_rank_matrices, recordings
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath, exact_arithmetic
 from germline.strategies import Candidates, OpenAIES
@@ -60,18 +60,20 @@ NETS: dict[str, Any] = {
 
 def generations(module: nn.Module, rank: int | None, dtype: Any) -> list[Any]:
     """Candidates and batches of a few generations, each with other weights, another sigma and other examples."""
-    genome, rng = Genome.of(module), torch.Generator().manual_seed(0)
-    field = Field(5, mirrored=True, matrices=low_rank(genome.shapes, rank))
+    genome, rng = Genome.from_module(module), torch.Generator().manual_seed(0)
+    field = Field(5, mirrored=True, matrices=low_rank_matrices(genome.shapes, rank))
     theta, found = genome.read(module, CARD), []
     for number in range(5):
         x, y = torch.randn(64, 6, generator=rng), torch.randint(0, 3, (64,), generator=rng)
-        found.append((Candidates(field, number, theta, 0.1 * (number + 1)), Batch.of((x, y), CARD)))
+        found.append((Candidates(field, number, theta, 0.1 * (number + 1)), Batch.from_raw((x, y), CARD)))
         theta = theta + 0.1
     return found
 
 
 def evaluator_of(module: nn.Module, dtype: Any) -> Evaluator:
-    return Evaluator.of(module, Genome.of(module), Objective(F.cross_entropy), CARD, Plan(16, "twins", dtype=dtype))
+    return Evaluator.build(
+        module, Genome.from_module(module), Objective(F.cross_entropy), CARD, Plan(16, "population", dtype=dtype)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -114,7 +116,7 @@ def test_code_that_changes_is_run_each_time() -> None:
 @pytest.mark.parametrize("rank", [None, 2])
 def test_recorded_sums_are_those_of_the_cpu(rank: int | None) -> None:
     shapes = [(30, 40), (30,), (5, 30)]
-    field = Field(9, mirrored=True, matrices=low_rank(shapes, rank))
+    field = Field(9, mirrored=True, matrices=low_rank_matrices(shapes, rank))
     size, rng = 30 * 40 + 30 + 150, np.random.default_rng(0)
     recordings.clear()
     for number in range(4):
@@ -135,7 +137,7 @@ def test_a_card_without_kernels(name: str, rank: int | None, monkeypatch: pytest
     (candidates, batch), *_ = generations(module, rank, "float32")
     expected = Local("cuda").evaluate(evaluator_of(module, "float32"), candidates, P, batch)
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
-    kernels.home.cache_clear()
+    kernels.kernel_device.cache_clear()
     try:
         evaluator = evaluator_of(module, "float32")
         scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
@@ -146,7 +148,7 @@ def test_a_card_without_kernels(name: str, rank: int | None, monkeypatch: pytest
             core.prepare(batch)
     finally:
         monkeypatch.undo()
-        kernels.home.cache_clear()
+        kernels.kernel_device.cache_clear()
     assert np.allclose(scores, expected, rtol=1e-4)
 
 

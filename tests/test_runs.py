@@ -16,7 +16,7 @@ from germline.genome import Genome, theta_sha256
 from germline.journal import Journal
 from germline.replay import reopen, replay, verify
 from germline.stopping import Stop
-from germline.strategies import AnyStrategy, HybridES, Told
+from germline.strategies import AnyStrategy, GenerationResult, HybridES
 from tests.nursery import STRATEGIES, recipe
 from tests.test_strategies import EXAMPLES
 
@@ -63,7 +63,7 @@ def test_a_journal_alone_gives_every_state_again(name: str, device: str, tmp_pat
     assert verify(reopen(Journal.open(tmp_path / "run", read_only=True)))["theta_sha256"] == expected
     again = reopen(Journal.open(tmp_path / "run", read_only=True))
     replay(again, 12)
-    assert again.core.state.theta.shape == (Genome.of(recipe(name).model).size,)
+    assert again.core.state.theta.shape == (Genome.from_module(recipe(name).model).size,)
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("gradient", "auto", "pesgd")])
@@ -152,21 +152,21 @@ GOLDEN = {
 
 
 def folded(strategy: AnyStrategy, device: str) -> str:
-    genome, rng = Genome.of(nn.Linear(19, 1)), np.random.default_rng(1)
+    genome, rng = Genome.from_module(nn.Linear(19, 1)), np.random.default_rng(1)
     field, state = strategy.field(3, genome), strategy.init(torch.linspace(-1, 1, genome.size).to(device))
     for generation in range(10):
         values: Any = strategy.values(state, generation)
         count = strategy.population
         if isinstance(strategy, HybridES):
-            count += strategy.unshifted(state, field, generation, values) is not None
+            count += strategy.reference_candidates(state, field, generation, values) is not None
         scores = (rng.integers(-50, 50, count) / 8).astype(np.float32)
         gradient = torch.from_numpy(rng.integers(-50, 50, genome.size).astype(np.float32)) / 8
-        told = Told(generation, scores, values, gradient.to(device) if strategy.needs_gradient else None)
+        told = GenerationResult(generation, scores, values, gradient.to(device) if strategy.needs_gradient else None)
         state = strategy.tell(state, told, field, maximize=False)
     return theta_sha256(state.theta)[:16]
 
 
-OWN = [name for name in EXAMPLES if "torch" not in name]  # torch's optimisers promise no bits
+OWN = [name for name in EXAMPLES if "torch" not in name]  # torch's optimizers promise no bits
 
 
 @every_device

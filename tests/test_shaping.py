@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from germline.shaping import CLIP, ONE, ranks, unit, utilities, zscores
+from germline.optim.shaping import CLIP, ONE, ranks, utilities, utility_unit, zscores
 
 NAN, INF = float("nan"), float("inf")
 
@@ -52,5 +52,5 @@ def test_a_generation_without_a_finite_score_says_nothing(shaping: str) -> None:
 
 
 def test_centred_ranks_span_one() -> None:
-    spread = ranks(np.arange(10.0), maximize=True) * unit("ranks", 10)
+    spread = ranks(np.arange(10.0), maximize=True) * utility_unit("ranks", 10)
     assert (spread.min(), spread.max()) == (-0.5, 0.5)

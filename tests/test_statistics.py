@@ -47,7 +47,7 @@ def test_every_value_has_its_probability(kind: Kind) -> None:
     assert chi_squared < freedom + SIGMAS * math.sqrt(2 * freedom)
 
 
-def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
+def rank_correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     """In standard errors, for independent a and b of known variance: the mean product over 1 / sqrt(n)."""
     return (a * b).mean().item() * math.sqrt(a.numel())
 
@@ -63,10 +63,10 @@ def standardised(eps: torch.Tensor, kind: str) -> list[torch.Tensor]:
 
 @every_kind
 @pytest.mark.parametrize("lag", [1, 2, 3, 4, 16, 64, 127, 128, 129, 256, 1023, 1024, 1025, 8192])
-def test_neighbouring_parameters_are_uncorrelated(kind: Kind, lag: int) -> None:
+def test_neighboring_parameters_are_uncorrelated(kind: Kind, lag: int) -> None:
     eps = Field(3, kind).members([7], 9).integers((0, N + lag))[0]
     for x in standardised(eps, kind):
-        assert abs(correlation(x[:-lag], x[lag:])) < SIGMAS
+        assert abs(rank_correlation(x[:-lag], x[lag:])) < SIGMAS
 
 
 def field(
@@ -87,10 +87,10 @@ def field(
     ],
     ids=str,
 )
-def test_neighbouring_addresses_are_uncorrelated(kind: Kind, other: dict[str, int]) -> None:
+def test_neighboring_addresses_are_uncorrelated(kind: Kind, other: dict[str, int]) -> None:
     here, there = field(kind), field(kind, **other)  # type: ignore[arg-type]
     for x, y in zip(standardised(here, kind), standardised(there, kind), strict=True):
-        assert abs(correlation(x, y)) < SIGMAS
+        assert abs(rank_correlation(x, y)) < SIGMAS
 
 
 def test_bits_of_a_half_are_fair_and_independent() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Stream
-from germline.schedule import Schedule
+from germline.optim.schedules import Schedule
 from germline.strategies import (
     GA,
     PESGD,
@@ -21,11 +21,11 @@ from germline.strategies import (
     SNES,
     STRATEGIES,
     AnyStrategy,
+    GenerationResult,
     Gradient,
     HybridES,
     MuLambda,
     OpenAIES,
-    Told,
     cut,
     ga,
     mu_lambda,
@@ -37,7 +37,7 @@ from germline.strategies import (
 from germline.strategies.settings import parse
 
 SIZE = 20
-GENOME = Genome.of(nn.Linear(19, 1))
+GENOME = Genome.from_module(nn.Linear(19, 1))
 EXAMPLES: dict[str, AnyStrategy] = {
     "openai-es": OpenAIES(population=40, sigma=0.1, lr=0.1),
     "openai-es, zscore, momentum, decay": OpenAIES(
@@ -57,8 +57,8 @@ EXAMPLES: dict[str, AnyStrategy] = {
         optimizer=lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.5),
         scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 10, 0.7),
     ),
-    "snes": SNES(population=20, sigma=0.3, mirrored=False).resolved(SIZE),
-    "snes, mirrored, uniform": SNES(population=20, sigma=0.3, mirrored=True, noise="uniform").resolved(SIZE),
+    "snes": SNES(population=20, sigma=0.3, mirrored=False).bind(GENOME),
+    "snes, mirrored, uniform": SNES(population=20, sigma=0.3, mirrored=True, noise="uniform").bind(GENOME),
     "mu-lambda": MuLambda(population=40, parents=8, sigma=0.3),
     "mu-lambda, comma, two mates": MuLambda(population=40, parents=8, mates=2, plus=False, sigma=0.3, tau=0.2),
     "mu-lambda, discrete, fifth": MuLambda(
@@ -75,21 +75,21 @@ EXAMPLES: dict[str, AnyStrategy] = {
     "pso, ring, drifting": PSO(population=30, topology="ring", sigma=0.5, decay=0.95, clamp=0.3),
     "gradient": Gradient(lr=0.1),
     "gradient, torch": Gradient(lr=0.1, optimizer="torch.RMSprop"),
-    "hybrid-es": HybridES(interval=3, lr=0.05, sigma=0.5).laid_out(GENOME),
+    "hybrid-es": HybridES(interval=3, lr=0.05, sigma=0.5).bind(GENOME),
     "hybrid-es, average, decay, some components": HybridES(
         interval=2, lr=0.05, combine="average", weight_decay=0.01, fraction=0.5, noise="uniform", start=4
-    ).laid_out(GENOME),
-    "hybrid-es, assisted": HybridES(variant="assisted", lr=0.02, sigma=2.0, adapt=1.2).laid_out(GENOME),
-    "hybrid-es, gated": HybridES(variant="gated", lr=0.05, examples=4, weight_decay=0.01).laid_out(GENOME),
-    "hybrid-es, fixed": HybridES(variant="fixed", lr=0.005, epoch=5).laid_out(GENOME),
-    "pesgd": PESGD(population=20, parents=5, crossover="uniform", keep_moments=False, sigma=0.2).laid_out(GENOME),
+    ).bind(GENOME),
+    "hybrid-es, assisted": HybridES(variant="assisted", lr=0.02, sigma=2.0, adapt=1.2).bind(GENOME),
+    "hybrid-es, gated": HybridES(variant="gated", lr=0.05, examples=4, weight_decay=0.01).bind(GENOME),
+    "hybrid-es, fixed": HybridES(variant="fixed", lr=0.005, epoch=5).bind(GENOME),
+    "pesgd": PESGD(population=20, parents=5, crossover="uniform", keep_moments=False, sigma=0.2).bind(GENOME),
     "pesgd, layers, momentum": PESGD(
         population=20, parents=5, optimizer="momentum", sigma=0.4, mutation=0.3, noise="uniform"
-    ).laid_out(GENOME),
+    ).bind(GENOME),
     "pesgd, average, tournament": PESGD(
         population=21, optimizer="adam", crossover="average", selection="tournament", sigma=0.3
-    ).laid_out(GENOME),
-    "hybrid-es, slots": HybridES(interval=3, lr=0.02, base="slot", epoch=4, adapt=1.1).laid_out(GENOME),
+    ).bind(GENOME),
+    "hybrid-es, slots": HybridES(interval=3, lr=0.02, base="slot", epoch=4, adapt=1.1).bind(GENOME),
 }
 every_strategy = pytest.mark.parametrize("strategy", EXAMPLES.values(), ids=list(EXAMPLES))
 
@@ -98,24 +98,26 @@ def sphere(x: torch.Tensor) -> torch.Tensor:
     return ((x.double() - 1) ** 2).sum(-1)
 
 
-def generation(strategy: AnyStrategy, state: Any, field: Field, g: int) -> Told:
+def generation(strategy: AnyStrategy, state: Any, field: Field, g: int) -> GenerationResult:
     values = strategy.values(state, g)
-    gradient, unshifted = None, None
+    gradient, reference_candidates = None, None
     if isinstance(strategy, Gradient | HybridES):
         if strategy.differentiates(g):
             gradient = 2 * (state.theta - 1)
             if not strategy.samples(g):
-                return Told(g, np.zeros(1, np.float32), values, gradient)
-            state = strategy.informed(state, gradient, g, maximize=False)
-        unshifted = strategy.unshifted(state, field, g, values)
+                return GenerationResult(g, np.zeros(1, np.float32), values, gradient)
+            state = strategy.with_gradient(state, gradient, g, maximize=False)
+        reference_candidates = strategy.reference_candidates(state, field, g, values)
     members = np.arange(strategy.population)
     weights = strategy.ask(state, field, g, values).weights(members, 0, SIZE)
-    if unshifted is not None:
-        weights = torch.cat([unshifted.weights(np.arange(1), 0, SIZE), weights])
-    return Told(g, sphere(weights).numpy().astype(np.float32), values, gradient)
+    if reference_candidates is not None:
+        weights = torch.cat([reference_candidates.weights(np.arange(1), 0, SIZE), weights])
+    return GenerationResult(g, sphere(weights).numpy().astype(np.float32), values, gradient)
 
 
-def run(strategy: AnyStrategy, generations: int, state: Any = None, first: int = 0) -> tuple[Any, list[Told]]:
+def run(
+    strategy: AnyStrategy, generations: int, state: Any = None, first: int = 0
+) -> tuple[Any, list[GenerationResult]]:
     field = strategy.field(3, GENOME)
     state = strategy.init(torch.zeros(SIZE)) if state is None else state
     tolds = []
@@ -196,16 +198,16 @@ def test_hybrid_es_by_hand() -> None:
     field, theta = strategy.field(7, GENOME), torch.tensor([1.0, -1.0, 2.0])
     gradient = torch.tensor([0.5, 0.25, -1.0])
     state = strategy.tell(
-        strategy.init(theta), Told(0, np.ones(1, np.float32), {"lr": 0.5}, gradient), field, maximize=False
+        strategy.init(theta), GenerationResult(0, np.ones(1, np.float32), {"lr": 0.5}, gradient), field, maximize=False
     )
     assert state.theta.tolist() == [1.0 - 0.25 - 0.25, -1.0 - 0.125 + 0.25, 2.0 + 0.5]  # the bias does not decay
     assert torch.equal(state.direction, gradient)
     values = {"lr": 0.5, "sigma": 0.25}
     assert strategy.values(state, 1) == values
     eps = field.members(range(2), 1).integers((0, 3)).double() * field.unit(None)
-    after = strategy.tell(state, Told(1, np.array([3.0, 2.0], np.float32), values), field, maximize=False)
-    centre = torch.tensor([0.5 - 0.25 - 0.125, -0.875 - 0.125 + 0.21875, 2.5 + 0.5], dtype=torch.float64)
-    assert torch.allclose(after.theta.double(), centre + 0.5 * 0.25 * eps[1], atol=1e-6)
+    after = strategy.tell(state, GenerationResult(1, np.array([3.0, 2.0], np.float32), values), field, maximize=False)
+    center = torch.tensor([0.5 - 0.25 - 0.125, -0.875 - 0.125 + 0.21875, 2.5 + 0.5], dtype=torch.float64)
+    assert torch.allclose(after.theta.double(), center + 0.5 * 0.25 * eps[1], atol=1e-6)
     assert torch.allclose(after.direction.double(), gradient.double() - 0.25 * eps[1], atol=1e-6)
     stepped = strategy.stepped(state.theta, state.direction, values, 0)
     assert torch.allclose(
@@ -215,10 +217,10 @@ def test_hybrid_es_by_hand() -> None:
 
 @pytest.mark.parametrize(("scores", "applied"), [([1.0, 2.0, 3.0], False), ([1.0, 2.0, 0.5], True)])
 def test_the_gate_lets_the_last_gradient_pass_or_biases_alone(scores: list[float], applied: bool) -> None:
-    strategy = HybridES(population=2, variant="gated", lr=0.5).laid_out(GENOME)
+    strategy = HybridES(population=2, variant="gated", lr=0.5).bind(GENOME)
     field, theta = strategy.field(7, GENOME), torch.linspace(-1, 1, SIZE)
     state = dataclasses.replace(strategy.init(theta), direction=torch.ones(SIZE))
-    told = Told(1, np.array(scores, np.float32), strategy.values(state, 1))
+    told = GenerationResult(1, np.array(scores, np.float32), strategy.values(state, 1))
     after = strategy.tell(state, told, field, maximize=False)
     assert torch.equal(after.theta[:19], theta[:19] - 0.5 * applied)
     assert torch.equal(after.theta[19:], theta[19:] - 0.5)
@@ -242,12 +244,12 @@ def test_when_hybrid_es_takes_a_full_gradient() -> None:
 
 
 def test_openai_es_by_hand() -> None:
-    """Three members, two parameters: g = 1 / (P sigma) sum of F_i z_i with centred ranks F, then theta + lr g."""
+    """Three members, two parameters: g = 1 / (P sigma) sum of F_i z_i with centerd ranks F, then theta + lr g."""
     strategy = OpenAIES(population=3, sigma=0.5, lr=0.1, mirrored=False, optimizer="sgd")
     field = Field(7)
     eps = field.members(range(3), 0).integers((0, 2)).tolist()
     theta = torch.tensor([1.0, -1.0])
-    told = Told(
+    told = GenerationResult(
         0, np.array([0.3, 0.1, 0.2], np.float32), {"sigma": 0.5, "lr": 0.1}
     )  # the second is best, the first worst
     got = strategy.tell(strategy.init(theta), told, field, maximize=False)
@@ -259,14 +261,14 @@ def test_openai_es_by_hand() -> None:
 
 def test_snes_by_hand() -> None:
     """Three members, two parameters; the utilities of three members are those of the paper."""
-    strategy = SNES(population=3, sigma=0.5, lr=1.0, mirrored=False).resolved(2)
+    strategy = SNES(population=3, sigma=0.5, lr=1.0, mirrored=False).bind(Genome.from_module(nn.Linear(1, 1)))
     raw = [math.log(2.5) - math.log(rank) for rank in (1, 2)] + [0.0]
     utilities = [x / sum(raw) - 1 / 3 for x in raw]
     assert strategy.utilities == pytest.approx([u * 2**20 for u in utilities], abs=1)
     assert strategy.lr_sigma == pytest.approx((3 + math.log(2)) / (5 * math.sqrt(2)))
     field, theta = Field(7), torch.tensor([1.0, -1.0])
     eps = field.members(range(3), 0).integers((0, 2)).tolist()
-    told = Told(0, np.array([0.3, 0.1, 0.2], np.float32), strategy.values(strategy.init(theta), 0))
+    told = GenerationResult(0, np.array([0.3, 0.1, 0.2], np.float32), strategy.values(strategy.init(theta), 0))
     got = strategy.tell(strategy.init(theta), told, field, maximize=False)
     shaped = [utilities[2], utilities[0], utilities[1]]  # the second is best, the first worst
     for k in range(2):
@@ -278,10 +280,10 @@ def test_snes_by_hand() -> None:
 
 
 def test_snes_ties_share_the_floor_of_their_mean() -> None:
-    strategy = SNES(population=4, utilities=(9, 4, 1, -14)).resolved(1)
+    strategy = SNES(population=4, utilities=(9, 4, 1, -14)).bind(Genome.from_module(nn.Linear(1, 1, bias=False)))
     field, state = Field(7), SNES().init(torch.zeros(1))
     eps = field.members(range(4), 0).integers((0, 1))[:, 0].tolist()
-    told = Told(0, np.array([2, 1, 1, 5], np.float32), {"lr": 1.0, "lr_sigma": 0.0})
+    told = GenerationResult(0, np.array([2, 1, 1, 5], np.float32), {"lr": 1.0, "lr_sigma": 0.0})
     got = strategy.tell(state, told, field, maximize=False).theta
     expected = 0.05 * sum(u * e / 2 for u, e in zip([1, 6, 6, -14], eps, strict=True)) / 2**20
     assert got.item() == pytest.approx(expected, rel=1e-5)
@@ -298,7 +300,7 @@ def test_mu_lambda_by_hand() -> None:
     members = strategy.ask(state, field, 4, {}).weights(np.arange(5), 0, 2)
     assert members[:3].tolist() == [pytest.approx(child, abs=1e-6) for child in children]
     assert members[3:].tolist() == state.parents.tolist()  # scored again with their children
-    told = Told(4, np.array([0.9, 0.1, 0.5, 0.8, 0.3], np.float32), {})
+    told = GenerationResult(4, np.array([0.9, 0.1, 0.5, 0.8, 0.3], np.float32), {})
     got = strategy.tell(state, told, field, maximize=False)
     assert got.parents.tolist() == [pytest.approx(children[1], abs=1e-6), [3.0, -2.0]]
     assert got.sigmas == pytest.approx((sigmas[1], 0.3))
@@ -317,7 +319,7 @@ def test_the_fifth_rule() -> None:
 
     def after(successes: int) -> float:
         scores = np.array([0.5] * successes + [2.0] * (10 - successes) + [1.0, 1.0], np.float32)
-        return float(strategy.tell(state, Told(0, scores, {}), field, maximize=False).sigmas[0])
+        return float(strategy.tell(state, GenerationResult(0, scores, {}), field, maximize=False).sigmas[0])
 
     assert [after(2), after(3)] == [0.85, 1 / 0.85]
 
@@ -348,7 +350,7 @@ def test_a_genetic_algorithm_by_hand() -> None:
         expected.append([c + s * m for c, s, m in zip(child, steps[i], mutated[i], strict=True)])
     members = strategy.ask(state, field, 9, {"sigma": 0.5}).weights(np.arange(6), 0, 3)
     assert members.tolist() == expected
-    told = Told(9, np.array([3, 1, 9, 0, 9, 9], np.float32), {"sigma": 0.5})
+    told = GenerationResult(9, np.array([3, 1, 9, 0, 9, 9], np.float32), {"sigma": 0.5})
     assert strategy.tell(state, told, field, maximize=False).parents.tolist() == [expected[3], expected[1]]
 
 
@@ -384,7 +386,9 @@ def test_a_swarm_by_hand() -> None:
     field, x = Field(7), torch.tensor([[0.0, 1.0], [2.0, 2.0]])
     v, bests = torch.tensor([[0.5, 0.0], [-1.0, 1.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]])
     state = pso.State(torch.zeros(2), x, v, bests, (-0.4, -0.6), 0)
-    told = Told(3, np.array([0.5, 0.2], np.float32), {"inertia": 0.5})  # the second finds a new best, and leads
+    told = GenerationResult(
+        3, np.array([0.5, 0.2], np.float32), {"inertia": 0.5}
+    )  # the second finds a new best, and leads
     got = strategy.tell(state, told, field, maximize=False)
     noise = field.members(range(2), 3)
     r1, r2 = (noise.halves((0, 2), stream).double() / 65536 for stream in (Stream.COEFFICIENT, Stream.CROSSOVER))
@@ -397,8 +401,8 @@ def test_a_swarm_by_hand() -> None:
     assert torch.allclose(got.positions.double(), x + velocity.double(), atol=1e-6)  # type: ignore[union-attr]
 
 
-def test_neighbours_in_a_ring() -> None:
-    assert pso.neighbours(np.array([5, 1, 2, 9, 0], np.float32)).tolist() == [0, 0, 3, 3, 3]
+def test_neighbors_in_a_ring() -> None:
+    assert pso.neighbors(np.array([5, 1, 2, 9, 0], np.float32)).tolist() == [0, 0, 3, 3, 3]
 
 
 def test_a_swarm_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,14 +413,14 @@ def test_a_swarm_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_noise_of_the_candidates_is_that_of_the_update() -> None:
-    """The direction of one lucky member is the direction in which the centre moves."""
+    """The direction of one lucky member is the direction in which the center moves."""
     strategy = OpenAIES(population=10, sigma=0.1, lr=1.0, optimizer="sgd", rank=1)
-    genome = Genome.of(nn.Linear(30, 20))
+    genome = Genome.from_module(nn.Linear(30, 20))
     field, theta = strategy.field(1, genome), torch.zeros(genome.size)
     state = strategy.init(theta)
     scores = np.zeros(10, np.float32)
     scores[4] = 1.0
-    told = Told(5, scores, {"sigma": 0.1, "lr": 1.0})
+    told = GenerationResult(5, scores, {"sigma": 0.1, "lr": 1.0})
     moved = strategy.tell(state, told, field, maximize=True).theta
     lucky = strategy.ask(state, field, 5, told.values).weights(np.array([4]), 0, genome.size)[0]
     cosine = (moved @ lucky) / (moved.norm() * lucky.norm())
@@ -474,7 +478,7 @@ def test_a_torch_scheduler_decides_the_rate() -> None:
         (lambda: OpenAIES(shaping="rank"), "did you mean 'ranks'"),  # type: ignore[arg-type]
         (lambda: OpenAIES(optimizer="adamw"), "did you mean 'adam'"),
         (lambda: OpenAIES(optimizer="torch.Adm"), "did you mean 'torch.Adam'"),
-        (lambda: OpenAIES(scheduler=lambda o: o), "torch optimiser"),
+        (lambda: OpenAIES(scheduler=lambda o: o), "torch optimizer"),
         (lambda: OpenAIES(sigma="auto").values(None, 0), "probe"),  # type: ignore[arg-type]
         (lambda: SNES(noise="sign"), "always 1"),
         (lambda: SNES(population=3, mirrored=True), "even"),
@@ -508,7 +512,7 @@ def test_bad_settings_are_answered_by_a_sentence(attempt: Any, sentence: str) ->
 
 def test_a_rank_for_single_layers() -> None:
     module = nn.Sequential(nn.Embedding(40, 9), nn.Linear(9, 12), nn.Linear(12, 12))
-    genome = Genome.of(module)
+    genome = Genome.from_module(module)
 
     def ranks(text: str) -> dict[int, int]:
         return {m.start: m.rank for m in OpenAIES(rank=1, ranks=text).field(0, genome).matrices}

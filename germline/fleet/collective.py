@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
-from germline.errors import BadInput, Lost
+from germline.errors import BadInput, FleetLostError
 from germline.fleet.launch import Launch
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Collective:
         return tensor
 
     def team(self, width: int) -> "Collective":
-        """This process and its neighbours, so many each; all processes must ask for it."""
+        """This process and its neighbors, so many each; all processes must ask for it."""
         with self.heeded():
             operations = self.operations.team(width)
         return Collective(self.rank % width, width, operations, self.timeout, self.traffic)
@@ -160,7 +160,7 @@ class Collective:
         except (RuntimeError, OSError) as error:
             first = " ".join(str(error).split())[:160]
             message = f"Another process of the fleet has died, or has not answered within {self.timeout:g} s ({first})."
-            raise Lost(f"{message} Every finished generation is in the journal.") from error
+            raise FleetLostError(f"{message} Every finished generation is in the journal.") from error
 
 
 def children_of(number: int, size: int) -> list[int]:
@@ -312,7 +312,7 @@ def connect(launch: Launch, backend: str, timeout: float) -> Collective:
     except (RuntimeError, OSError, ValueError) as error:
         first = " ".join(str(error).split())[:200]
         where = f"rank {launch.rank} of {launch.size}, by way of {launch.address}:{launch.port}"
-        raise Lost(f"The processes of the fleet have not found each other ({where}): {first}.") from error
+        raise FleetLostError(f"The processes of the fleet have not found each other ({where}): {first}.") from error
     size = operations.dist.get_world_size(operations.group)
     return Collective(operations.dist.get_rank(operations.group), size, operations, timeout)
 

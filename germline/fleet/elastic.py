@@ -33,8 +33,8 @@ from germline.fleet.deck import AT_ONCE, Chunk, Deck
 from germline.fleet.hub import (
     BEATS,
     PARENT,
+    ConnectionLostError,
     Event,
-    Gone,
     Head,
     Hub,
     Message,
@@ -47,14 +47,12 @@ from germline.fleet.hub import (
     tensors_of,
 )
 from germline.fleet.local import Local, mean_score
-from germline.fleet.wire import pack as pack_rows
-from germline.fleet.wire import packed_bytes, sum_packed
-from germline.fleet.wire import unpack as unpack_rows
+from germline.fleet.wire import decode_rows, encode_rows, packed_bytes, sum_packed
 from germline.genome import theta_sha256
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire, pack, unpack
+from germline.strategies.base import AnyStrategy, Candidates, GenerationInputs, GenerationResult, Wire, pack, unpack
 from germline.version import __version__
 
 TIMEOUT = 15.0  # seconds after which a silent worker is given up
@@ -73,7 +71,7 @@ VAIN = 3  # workers started here that may die before one of them is let in
 FORGIVEN = 50  # generations after which a worker that was too slow to be of use is tried again
 
 
-class Untrue(Exception):
+class WrongAnswerError(Exception):
     """An answer that cannot be right."""
 
 
@@ -157,7 +155,7 @@ class Elastic(Local):
         host, port = address_of(address)
         self.crew: dict[int, Worker] = {}
         self.invitation: dict[str, Any] | None = None
-        self.records: dict[int, Told] = {}
+        self.records: dict[int, GenerationResult] = {}
         self.remembered = 0
         self.open = False
         self.generation = 0
@@ -240,7 +238,7 @@ class Elastic(Local):
         try:
             return await self._admitted(stream, about)
         except (BadInput, TimeoutError) as error:
-            with suppress(Gone, TimeoutError):
+            with suppress(ConnectionLostError, TimeoutError):
                 await asyncio.wait_for(stream.write({"op": "refused", "reason": str(error)}), 2.0)
             raise
 
@@ -277,7 +275,7 @@ class Elastic(Local):
         return about | ready.head | {"run": invitation["run"]}, bandwidth
 
     def _refuse_unlike(self, about: Head) -> None:
-        """An optimiser of torch's has other last bits on another kind of device."""
+        """An optimizer of torch's has other last bits on another kind of device."""
         assert self.invitation is not None
         header = self.invitation["header"]
         chosen, kinds = (
@@ -286,7 +284,7 @@ class Elastic(Local):
         )
         if len(kinds) > 1 and (isinstance(chosen, dict) or str(chosen).startswith("torch.")):
             message = (
-                f"its device is {about['device']}, the coordinator's {header['device']}, and torch's optimisers differ"
+                f"its device is {about['device']}, the coordinator's {header['device']}, and torch's optimizers differ"
             )
             raise BadInput(f"{message} between them: use adam, sgd or momentum")
 
@@ -311,7 +309,7 @@ class Elastic(Local):
             self.hub.loop.call_soon_threadsafe(worker.peer.stream.abort)
 
     def advance(
-        self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
+        self, update: Any, strategy: AnyStrategy, state: Any, told: GenerationResult, field: Field, *, maximize: bool
     ) -> Any:
         """The State after a generation, which workers that follow by records make for themselves meanwhile."""
         if not strategy.needs_gradient:
@@ -329,7 +327,7 @@ class Elastic(Local):
         self.generation = told.generation + 1
         return super().advance(update, strategy, state, told, field, maximize=maximize)
 
-    def _follows(self, worker: Worker, strategy: AnyStrategy, state: Any, told: Told) -> bool:
+    def _follows(self, worker: Worker, strategy: AnyStrategy, state: Any, told: GenerationResult) -> bool:
         """Whether records are cheaper for a worker than what candidates are made of."""
         wide = worker.peer.bandwidth
         return told.scores.nbytes / wide + worker.tell < size_of(asked(strategy, state)) / wide
@@ -340,7 +338,7 @@ class Elastic(Local):
         self.hub.send(worker.peer, head, [one.scores.tobytes() for one in told])
         worker.version = str(last)
 
-    def _bring_up(self, worker: Worker, origin: Origin, strategy: AnyStrategy) -> None:
+    def _bring_up(self, worker: Worker, origin: GenerationInputs, strategy: AnyStrategy) -> None:
         """Has a worker know what the candidates of a generation are made of."""
         if worker.version == origin.version:
             return
@@ -375,7 +373,7 @@ class Elastic(Local):
         candidates: Candidates,
         population: int,
         batch: Batch | None,
-        origin: Origin | None = None,
+        origin: GenerationInputs | None = None,
     ) -> NDArray[np.float32]:
         if not self.open or origin is None:
             return super().evaluate(evaluator, candidates, population, batch)
@@ -395,11 +393,16 @@ class Elastic(Local):
         return np.concatenate(found)[:population]
 
     def gradient(
-        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire, origin: Origin | None = None
+        self,
+        evaluator: Evaluator,
+        theta: torch.Tensor,
+        batch: Batch,
+        wire: Wire,
+        origin: GenerationInputs | None = None,
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
         if not self.open or origin is None:
             return super().gradient(evaluator, theta, batch, wire)
-        parts = batch.cut(evaluator.plan.slices)
+        parts = batch.split(evaluator.plan.slices)
         width, size = packed_bytes(theta.numel(), wire, theta.dtype), theta.numel()
 
         def accept(first: int, last: int, arrays: list[bytes]) -> tuple[NDArray[np.float32], torch.Tensor]:
@@ -411,10 +414,10 @@ class Elastic(Local):
 
         def again(first: int, last: int) -> tuple[NDArray[np.float32], torch.Tensor]:
             scores, rows = self.differentiate(evaluator, theta, parts[first:last], batch.size)
-            return scores, pack_rows(rows, wire).cpu()
+            return scores, encode_rows(rows, wire).cpu()
 
         def numbers(answer: tuple[NDArray[np.float32], torch.Tensor]) -> NDArray[np.float32]:
-            lengths = unpack_rows(answer[1], size, wire, theta.dtype).double().norm(dim=1)
+            lengths = decode_rows(answer[1], size, wire, theta.dtype).double().norm(dim=1)
             return np.stack([answer[0], lengths.float().numpy()], 1).ravel()  # piece by piece
 
         task = Task("gradient", len(parts), {}, lambda first, last: [], accept, again, numbers)
@@ -429,7 +432,7 @@ class Elastic(Local):
         work: Callable[[int], tuple[Any, Any, float]],
         population: int,
         device: torch.device,
-        origin: Origin | None = None,
+        origin: GenerationInputs | None = None,
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
         if not self.open or origin is None:
             return super().rear(work, population, device)
@@ -469,7 +472,9 @@ class Elastic(Local):
         found = [one for part in self._done(task, origin, None) for one in part]
         return found, np.array([score for _, _, score in found], np.float32)
 
-    def _done(self, task: Task, origin: Origin, evaluator: Evaluator | None, dtype: str = "float32") -> list[Any]:
+    def _done(
+        self, task: Task, origin: GenerationInputs, evaluator: Evaluator | None, dtype: str = "float32"
+    ) -> list[Any]:
         """Has the fleet do some work, and waits for all of it: what came of it, in order."""
         self.generation, self.task = int(origin.version.rstrip("+")), self.task + 1
         self._hear(None, 0.0)
@@ -480,7 +485,7 @@ class Elastic(Local):
         task.head |= {"op": "job", "kind": task.kind, "version": origin.version}
         task.head |= {"plan": dict(vars(evaluator.plan)) if evaluator is not None else None}
         task.head |= {"address": origin.address, "values": dict(origin.values), "batch": origin.batch}
-        task.head |= {"judged": origin.judged, "generation": self.generation, "task": self.task}
+        task.head |= {"judged": origin.on_dev, "generation": self.generation, "task": self.task}
         digest, known = None, None  # of the State, if they are needed
         while not deck.finished:
             for number, worker in list(self.crew.items()):
@@ -515,14 +520,14 @@ class Elastic(Local):
                     if stale or message.head.get("theta", digest) != digest or message.head.get("bits", known) != known:
                         worker.strikes += 1
                         if worker.strikes > STRIKES:
-                            raise Untrue("again and again it has other weights than it was sent")
+                            raise WrongAnswerError("again and again it has other weights than it was sent")
                         if not stale:
                             self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
                         worker.version, worker.whole = None, False
                         deck.returned(chunk.number, time.monotonic())
                         continue
                     answer = self._believed(task, chunk, message, dtype)
-                except Untrue as error:
+                except WrongAnswerError as error:
                     deck.returned(chunk.number, time.monotonic())
                     self._turn_away(worker, deck, str(error))
                     continue
@@ -540,17 +545,17 @@ class Elastic(Local):
         """An answer, if the worker can be believed; what it finds odd, and a sample now and then, is computed here."""
         if message.head.get("op") != "answer":
             task.again(chunk.first, chunk.last)  # if it fails here, too, it is not the worker's fault
-            raise Untrue(str(message.head.get("reason"))[:200])
+            raise WrongAnswerError(str(message.head.get("reason"))[:200])
         try:
             answer = task.accept(chunk.first, chunk.last, message.arrays)
             found = task.numbers(answer)
         except Exception as error:  # whatever it has sent
-            raise Untrue(f"its answer cannot be read ({type(error).__name__}: {error})") from error
+            raise WrongAnswerError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
         odd = not np.isfinite(found).all()
         if odd or ("theta" in message.head and task.sampled):
             expected = task.numbers(task.again(chunk.first, chunk.last if odd else chunk.first + 1))
             if not close(found[: expected.size], expected, TOLERANCE[dtype]):
-                raise Untrue("it finds other scores for the same members than the coordinator")
+                raise WrongAnswerError("it finds other scores for the same members than the coordinator")
         return answer
 
     def _measured(self, worker: Worker, kind: str, pieces: int, seconds: Any, waited: float = 0.0) -> None:

@@ -6,7 +6,7 @@
     central      one does all of it, and sends what the others need to make members
 
 Replay, chromosome and central give the same bits as a single process. So does semi, if that has as many ``shards``.
-A process has whole what ``ask`` reads; what only ``tell`` reads, an optimiser's moments, it has of its own columns.
+A process has whole what ``ask`` reads; what only ``tell`` reads, an optimizer's moments, it has of its own columns.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ import torch
 from germline.errors import BadInput
 from germline.fleet.collective import Collective
 from germline.noise import Field, Span
-from germline.optim import TorchOptimiser
-from germline.strategies.base import AnyStrategy, Summed, Told, cut
-from germline.strategies.settings import optimiser_of
+from germline.optim.optimizers import TorchOptimizer
+from germline.strategies.base import AnyStrategy, GenerationResult, Summed, cut
+from germline.strategies.settings import build_optimizer
 
 Mode = Literal["replay", "chromosome", "semi", "central"]
 Exchange = Literal["auto", "replay", "chromosome", "semi", "central"]
@@ -59,7 +59,9 @@ class Update:
         """Whether a process has what only ``tell`` reads of its own columns alone."""
         return self.mode in ("chromosome", "central")
 
-    def __call__(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+    def __call__(
+        self, strategy: AnyStrategy, state: Any, told: GenerationResult, field: Field, *, maximize: bool
+    ) -> Any:
         """The State after a generation."""
         if self.mode == "replay":
             return strategy.tell(state, told, field, maximize=maximize)
@@ -74,7 +76,7 @@ class Update:
         columns = self._joined([getattr(after, name) for name in new])
         return dataclasses.replace(after, **(kept | dict(zip(new, columns, strict=True))))
 
-    def _semi(self, strategy: Summed[Any], state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+    def _semi(self, strategy: Summed[Any], state: Any, told: GenerationResult, field: Field, *, maximize: bool) -> Any:
         weights = strategy.weights(told.scores, maximize=maximize)
         if weights is None:
             return state
@@ -87,7 +89,9 @@ class Update:
         sums = self.collective.add(sums.to(torch.int32 if narrow else torch.float64))  # integers: exact in any order
         return strategy.step(state, sums, told, field)
 
-    def _central(self, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+    def _central(
+        self, strategy: AnyStrategy, state: Any, told: GenerationResult, field: Field, *, maximize: bool
+    ) -> Any:
         collective, plain, arrays = self.collective, None, {}
         if collective.rank == self.root:
             before, state = state, strategy.tell(state, told, field, maximize=maximize)
@@ -157,9 +161,9 @@ def refuse(mode: Exchange, strategy: AnyStrategy) -> None:
         message = "its update is a choice among members, not a sum over them"
         raise BadInput(f"There are no semi-updates for {strategy.name}, {message}: use replay or chromosome.")
     if mode == "chromosome" and hasattr(strategy, "optimizer"):
-        optimiser = optimiser_of(strategy)
-        if isinstance(optimiser, TorchOptimiser):
-            name = type(optimiser.make([torch.nn.Parameter(torch.zeros(2))])).__name__
+        optimizer = build_optimizer(strategy)
+        if isinstance(optimizer, TorchOptimizer):
+            name = type(optimizer.make([torch.nn.Parameter(torch.zeros(2))])).__name__
             if name not in BY_ELEMENT:
                 message = f"torch.optim.{name} does not treat each parameter by itself"
                 raise BadInput(f"{message}, so its columns cannot be updated apart: use replay.")

@@ -74,7 +74,7 @@ def asked(strategy: AnyStrategy, state: Any) -> dict[str, torch.Tensor]:
     return {name: t for name, t in pack(state)[1].items() if name.split(".")[0] in (*strategy.asked, "theta")}
 
 
-class Gone(Exception):
+class ConnectionLostError(Exception):
     """The other end of a connection is gone, or speaks another language."""
 
 
@@ -134,7 +134,7 @@ class Stream:
                         piece = content[start : start + PIECE]
                         await self.comm.write({"piece": piece}, serializers=["msgpack"])
         except (OSError, RuntimeError) as error:
-            raise Gone(str(error)) from error
+            raise ConnectionLostError(str(error)) from error
         self.sent += len(text) + sum(sizes)
 
     async def read(self) -> Message:
@@ -147,7 +147,7 @@ class Stream:
         except asyncio.CancelledError:
             raise
         except Exception as error:  # whatever is at the other end
-            raise Gone(f"{type(error).__name__}: {error}") from error
+            raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
         self.heard = time.monotonic()
         self.received += len(text) + sum(map(len, arrays))
         return Message(head, arrays)
@@ -164,7 +164,7 @@ class Stream:
 
     async def beat(self, every: float) -> None:
         """Says now and then that this end is alive."""
-        with suppress(Gone):
+        with suppress(ConnectionLostError):
             while True:
                 await asyncio.sleep(every)
                 await self.write({"op": "alive"})
@@ -264,7 +264,7 @@ class Hub:
                 message = await stream.read()
                 if message.head.get("op") != "alive":
                     self.events.put(Event("answered", peer, message))
-        except Gone:
+        except ConnectionLostError:
             pass
         finally:
             for task in tasks:
@@ -288,7 +288,7 @@ class Hub:
         """Ends a connection, and says why on both sides."""
 
         async def end() -> None:
-            with suppress(Gone):
+            with suppress(ConnectionLostError):
                 await peer.stream.write({"op": "refused", "reason": reason})
             peer.stream.abort()
 
@@ -303,7 +303,7 @@ class Hub:
         """Ends all connections, with a last word."""
 
         async def end() -> None:
-            with suppress(Gone, asyncio.TimeoutError):
+            with suppress(ConnectionLostError, asyncio.TimeoutError):
                 streams = [peer.stream.write(last) for peer in self.peers.values() if last is not None]
                 await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 2.0)
             self.listener.stop()

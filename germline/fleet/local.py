@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.fleet.wire import sum_in_order
-from germline.noise import Field, rounded
+from germline.noise import Field, round_to
 from germline.objective import Batch, seeded_generators
-from germline.population import WHOLE, Evaluator, exact_arithmetic
+from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic
 from germline.population.block import Generation
-from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire
+from germline.strategies.base import AnyStrategy, Candidates, GenerationInputs, GenerationResult, Wire
 
 T = TypeVar("T")
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size given back at once, and what is kept
@@ -97,10 +97,10 @@ class Local:
         candidates: Candidates,
         population: int,
         batch: Batch | None,
-        origin: Origin | None = None,
+        origin: GenerationInputs | None = None,
     ) -> NDArray[np.float32]:
         """The scores of all members."""
-        return self.score(evaluator, candidates, population, batch, WHOLE)[:population]
+        return self.score(evaluator, candidates, population, batch, ALL_BLOCKS)[:population]
 
     def score(
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, share: slice
@@ -112,7 +112,7 @@ class Local:
             return recording.scores(candidates, batch).cpu().numpy()
         threads = self.threads(evaluator)
         # what the code of a model or a score draws from the global generators is not the user's
-        with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
+        with single_threaded_torch(), exact_arithmetic(evaluator.device), seeded_generators(0):
             if recording is not None:
                 assert batch is not None
                 return recording.scores(candidates, batch).cpu().numpy()
@@ -122,11 +122,11 @@ class Local:
             return self._score_on_threads(evaluator, generation, blocks, threads)
 
     def threads(self, evaluator: Evaluator) -> int:
-        """Threads that may run the module's code at once; to be asked outside of ``one_thread_each``.
+        """Threads that may run the module's code at once; to be asked outside of ``single_threaded_torch``.
 
         A function of the whole model is the user's own code, a simulator perhaps: one call at a time unless asked.
         """
-        alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.hooked
+        alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.has_hooks
         return self.workers or (1 if alone else torch.get_num_threads())
 
     def _score_on_threads(
@@ -142,10 +142,15 @@ class Local:
         return np.concatenate(scores)
 
     def gradient(
-        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire, origin: Origin | None = None
+        self,
+        evaluator: Evaluator,
+        theta: torch.Tensor,
+        batch: Batch,
+        wire: Wire,
+        origin: GenerationInputs | None = None,
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
-        """The score of the centre on a batch, and its gradient: the means of those of its slices."""
-        parts = batch.cut(evaluator.plan.slices)
+        """The score of the center on a batch, and its gradient: the means of those of its slices."""
+        parts = batch.split(evaluator.plan.slices)
         scores, rows = self.differentiate(evaluator, theta, parts, batch.size)
         return mean_score(scores, parts), sum_in_order(rows, [len(parts)], wire=wire)
 
@@ -159,7 +164,7 @@ class Local:
             return weighed(evaluator, theta, part, size)
 
         threads = min(self.threads(evaluator), len(parts))
-        with one_thread_each(), exact_arithmetic(evaluator.device), seeded_generators(0):
+        with single_threaded_torch(), exact_arithmetic(evaluator.device), seeded_generators(0):
             found = list(map(one, parts) if threads < 2 else pool(threads).map(one, parts))
         scores = np.concatenate([score for score, _ in found]) if found else np.empty(0, np.float32)
         return scores, torch.stack([row for _, row in found]) if found else theta.new_empty(0, theta.numel())
@@ -172,7 +177,7 @@ class Local:
         """The gradient of one of these members."""
         if evaluator.plan.slices == 1:
             return evaluator.gradient(theta, batch)[1]
-        parts = batch.cut(evaluator.plan.slices)
+        parts = batch.split(evaluator.plan.slices)
         rows = torch.stack([weighed(evaluator, theta, part, batch.size)[1] for part in parts])
         return sum_in_order(rows, [len(parts)])
 
@@ -181,7 +186,7 @@ class Local:
         work: Callable[[int], tuple[Any, Any, float]],
         population: int,
         device: torch.device,
-        origin: Origin | None = None,
+        origin: GenerationInputs | None = None,
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
         """Has each of this process's own members learn; what became of them, and the scores of all."""
         found = self.reared(work, len(self.own(population)), device)
@@ -192,11 +197,11 @@ class Local:
     ) -> list[tuple[Any, Any, float]]:
         keep_memory()
         threads = min(most or self.workers or torch.get_num_threads(), count) if device.type == "cpu" else 1
-        with one_thread_each(), exact_arithmetic(device), seeded_generators(0):
+        with single_threaded_torch(), exact_arithmetic(device), seeded_generators(0):
             return list(map(work, range(count)) if threads < 2 else pool(threads).map(work, range(count)))
 
     def advance(
-        self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
+        self, update: Any, strategy: AnyStrategy, state: Any, told: GenerationResult, field: Field, *, maximize: bool
     ) -> Any:
         """The State after a generation."""
         return strategy.tell(state, told, field, maximize=maximize)
@@ -265,7 +270,7 @@ def weighed(
 ) -> tuple[NDArray[np.float32], torch.Tensor]:
     """Of a slice of a batch of some size the score, and the gradient by its share of the examples."""
     score, gradient = evaluator.gradient(theta, part)
-    return score, gradient * rounded(part.size / size, gradient.dtype)
+    return score, gradient * round_to(part.size / size, gradient.dtype)
 
 
 def mean_score(scores: NDArray[np.float32], parts: list[Batch]) -> NDArray[np.float32]:
@@ -277,7 +282,7 @@ def mean_score(scores: NDArray[np.float32], parts: list[Batch]) -> NDArray[np.fl
 
 
 @contextmanager
-def one_thread_each() -> Iterator[None]:
+def single_threaded_torch() -> Iterator[None]:
     """A block is evaluated by one thread: sums over a batch differ between one thread and two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import torch
 
 from germline.fleet.collective import Collective
 from germline.noise import Field
-from germline.strategies import PESGD, Told
+from germline.strategies import PESGD, GenerationResult
 from germline.strategies.pesgd import Child
 
 
@@ -18,7 +18,7 @@ class Rows:
 
     collective: Collective
     owned: list[range]  # the members of each process
-    width: int  # neighbours who have the same ones
+    width: int  # neighbors who have the same ones
     root: int  # the process that keeps the journal, which gets the best
 
     def members(self, rank: int) -> range:
@@ -28,7 +28,7 @@ class Rows:
         """Whether it is the one of its team from whom another process has what it needs."""
         return rank % self.width == to % self.width
 
-    def __call__(self, strategy: PESGD, state: Any, told: Told, field: Field, *, maximize: bool) -> Any:
+    def __call__(self, strategy: PESGD, state: Any, told: GenerationResult, field: Field, *, maximize: bool) -> Any:
         """The State after an evolution."""
         if not np.isfinite(told.scores).any():
             return state

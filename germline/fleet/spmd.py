@@ -28,7 +28,7 @@ from germline.fleet.wire import sum_in_order
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.base import AnyStrategy, Candidates, Origin, Told, Wire, pack, unpack
+from germline.strategies.base import AnyStrategy, Candidates, GenerationInputs, GenerationResult, Wire, pack, unpack
 from germline.strategies.settings import check_choice
 
 T = TypeVar("T")
@@ -199,7 +199,7 @@ class SPMD(Local):
         candidates: Candidates,
         population: int,
         batch: Batch | None,
-        origin: Origin | None = None,
+        origin: GenerationInputs | None = None,
     ) -> NDArray[np.float32]:
         """Each process scores its share of the blocks; all have all scores."""
         block = evaluator.plan.block
@@ -210,10 +210,15 @@ class SPMD(Local):
         return self._shared_out(self._deal(-(-population // block), block), score)[:population]
 
     def gradient(
-        self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch, wire: Wire, origin: Origin | None = None
+        self,
+        evaluator: Evaluator,
+        theta: torch.Tensor,
+        batch: Batch,
+        wire: Wire,
+        origin: GenerationInputs | None = None,
     ) -> tuple[NDArray[np.float32], torch.Tensor]:
         """Each process has the gradients of its share of the slices; all have the sum."""
-        parts = batch.cut(evaluator.plan.slices)
+        parts = batch.split(evaluator.plan.slices)
         dealt, rows = self._deal(len(parts), 0), theta.new_empty(0, theta.numel())
 
         def differentiate(share: slice) -> NDArray[np.float32]:
@@ -231,7 +236,7 @@ class SPMD(Local):
     def lesson(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
         if self.team.size == 1:
             return super().lesson(evaluator, theta, batch)
-        parts = batch.cut(evaluator.plan.slices)
+        parts = batch.split(evaluator.plan.slices)
         dealt = Deal(deal(len(parts), [1.0] * self.team.size), 1)
         rows = [weighed(evaluator, theta, part, batch.size)[1] for part in parts[dealt.share(self.team.rank)]]
         mine = torch.stack(rows) if rows else theta.new_empty(0, theta.numel())
@@ -242,7 +247,7 @@ class SPMD(Local):
         work: Callable[[int], tuple[Any, Any, float]],
         population: int,
         device: torch.device,
-        origin: Origin | None = None,
+        origin: GenerationInputs | None = None,
     ) -> tuple[list[tuple[Any, Any, float]], NDArray[np.float32]]:
         found: list[tuple[Any, Any, float]] = []
         owned = [members_of(r, population, self.size, self.team.size) for r in range(self.size)]
@@ -347,13 +352,13 @@ class SPMD(Local):
             for _ in range(2):  # the first time kernels are compiled
                 self.all(True)  # all begin at once
                 began = time.perf_counter()
-                update(strategy, mine, Told(0, scores, values), field, maximize=maximize).theta.cpu()
+                update(strategy, mine, GenerationResult(0, scores, values), field, maximize=maximize).theta.cpu()
                 seconds[mode] = time.perf_counter() - began
         slowest = self.collective.gather(torch.tensor([seconds[mode] for mode in modes])).amax(0).tolist()
         return "chromosome" if slowest[1] < slowest[0] else "replay"
 
     def advance(
-        self, update: Any, strategy: AnyStrategy, state: Any, told: Told, field: Field, *, maximize: bool
+        self, update: Any, strategy: AnyStrategy, state: Any, told: GenerationResult, field: Field, *, maximize: bool
     ) -> Any:
         return update(strategy, state, told, field, maximize=maximize)
 
@@ -412,7 +417,7 @@ def deal(pieces: int, seconds: list[float]) -> tuple[int, ...]:
 
 
 def members_of(rank: int, population: int, processes: int, width: int) -> range:
-    """The members that learn in a process, where so many neighbours share the work of each.
+    """The members that learn in a process, where so many neighbors share the work of each.
 
     >>> [members_of(rank, 3, 4, 2) for rank in range(4)]
     [range(0, 2), range(0, 2), range(2, 3), range(2, 3)]

@@ -16,10 +16,10 @@ COLUMNS = 256  # of which an int8 scale is made; spans begin at multiples of it
 SCALE = 4  # bytes
 
 
-def pack(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+def encode_rows(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     """Rows of numbers as rows of bytes.
 
-    >>> pack(torch.ones(2, 300), "bfloat16").shape, pack(torch.ones(2, 300), "int8").shape
+    >>> encode_rows(torch.ones(2, 300), "bfloat16").shape, encode_rows(torch.ones(2, 300), "int8").shape
     (torch.Size([2, 600]), torch.Size([2, 520]))
     """
     if wire == "float32":
@@ -35,10 +35,10 @@ def pack(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     return torch.cat([scale.view(torch.uint8), whole.to(torch.int8).view(torch.uint8)], -1).view(count, -1)
 
 
-def unpack(packed: torch.Tensor, width: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(packed: torch.Tensor, width: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
     """The rows of numbers that were packed, so many in each.
 
-    >>> unpack(pack(torch.tensor([[1.0, -0.5, 0.0]]), "int8"), 3, "int8", torch.float32)
+    >>> decode_rows(encode_rows(torch.tensor([[1.0, -0.5, 0.0]]), "int8"), 3, "int8", torch.float32)
     tensor([[ 1.0000, -0.5039,  0.0000]])
     """
     if not width:
@@ -61,27 +61,27 @@ def sum_in_order(
     """
     size, dtype = rows.shape[1], rows.dtype
     if collective is None or collective.size == 1:
-        return sum_packed(pack(rows, wire), size, wire, dtype)
+        return sum_packed(encode_rows(rows, wire), size, wire, dtype)
     spans = column_spans(size, collective.size)
     low, high = spans[collective.rank]
-    parts = [pack(rows[:, a:b], wire).view(-1) for a, b in spans]
+    parts = [encode_rows(rows[:, a:b], wire).view(-1) for a, b in spans]
     sizes = [count * packed_bytes(high - low, wire, dtype) for count in counts]
     received = torch.cat(collective.trade(parts, sizes)).view(sum(counts), packed_bytes(high - low, wire, dtype))
-    total = added(unpack(received, high - low, wire, dtype))
+    total = added(decode_rows(received, high - low, wire, dtype))
     widest = max(packed_bytes(b - a, wire, dtype) for a, b in spans)
     sent = rows.new_zeros(widest, dtype=torch.uint8)
-    mine = pack(total[None], wire)[0]
+    mine = encode_rows(total[None], wire)[0]
     sent[: mine.numel()] = mine
     found = collective.gather(sent)
     sums = [found[i : i + 1, : packed_bytes(b - a, wire, dtype)] for i, (a, b) in enumerate(spans)]
-    columns = [unpack(one, b - a, wire, dtype)[0] for one, (a, b) in zip(sums, spans, strict=True)]
+    columns = [decode_rows(one, b - a, wire, dtype)[0] for one, (a, b) in zip(sums, spans, strict=True)]
     return torch.cat(columns)
 
 
 def sum_packed(packed: torch.Tensor, size: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
     """The sum of all rows as it would have travelled."""
-    total = added(unpack(packed, size, wire, dtype))
-    return unpack(pack(total[None], wire), size, wire, dtype)[0]
+    total = added(decode_rows(packed, size, wire, dtype))
+    return decode_rows(encode_rows(total[None], wire), size, wire, dtype)[0]
 
 
 def added(rows: torch.Tensor) -> torch.Tensor:

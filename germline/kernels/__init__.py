@@ -51,22 +51,22 @@ class Address(NamedTuple):
 
 
 @cache
-def home(device: torch.device) -> torch.device:
+def kernel_device(device: torch.device) -> torch.device:
     """Where the noise for a device is made: there, or on the CPU where there are no kernels for it."""
     has_kernels = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
     return device if has_kernels else torch.device("cpu")
 
 
-def kernels_of(place: torch.device) -> ModuleType:
+def kernels_for(place: torch.device) -> ModuleType:
     return import_module(f"germline.kernels.{place.type}")
 
 
-def raw(tensor: torch.Tensor) -> Any:
+def as_kernel_arg(tensor: torch.Tensor) -> Any:
     """A tensor as its kernels take it."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-def on(array: NDArray[Any], place: torch.device) -> Any:
+def to_kernel_device(array: NDArray[Any], place: torch.device) -> Any:
     """A host array as the kernels of a place take it; a card keeps what it was given of late, to be given it once."""
     if place.type == "cpu":
         return array

@@ -49,7 +49,7 @@ def popcount(context, half):
 
 @compiled
 def words(block, member, generation, stream, key0, key1, rounds):
-    # Numba widens 32-bit arithmetic to 64 bits: every step is cast back, or the loop is not vectorised.
+    # Numba widens 32-bit arithmetic to 64 bits: every step is cast back, or the loop is not vectorized.
     c0, c1, c2, c3 = uint32(block), uint32(member), uint32(generation), uint32(stream)
     k0, k1 = uint32(key0), uint32(key1)
     for _ in range(rounds):
@@ -109,21 +109,21 @@ def perturb_tiles(first, last, out, theta, scale, signs, field, members, start, 
         i, tile = unit // tiles, tile0 + unit % tiles
         read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
         low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
-        to, centre = out[i, low - start : high - start], theta[low - start : high - start]
+        to, center = out[i, low - start : high - start], theta[low - start : high - start]
         source = eps[low - tile * TILE : high - tile * TILE]
         sign = out.dtype.type(signs[i])
         if scale.size == 1:
             step = sign * scale[0]
             for k in range(to.size):
-                to[k] = centre[k] + step * out.dtype.type(source[k])
+                to[k] = center[k] + step * out.dtype.type(source[k])
         else:
             steps = scale[low - start : high - start]
             for k in range(to.size):
-                to[k] = centre[k] + (sign * steps[k]) * out.dtype.type(source[k])
+                to[k] = center[k] + (sign * steps[k]) * out.dtype.type(source[k])
 
 
 @compiled
-def accumulate_tiles(first, last, out, weights, field, members, start, reading, centre):
+def accumulate_tiles(first, last, out, weights, field, members, start, reading, center):
     key0, key1, generation, stream = field
     eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
     total = np.empty(TILE, np.int32)
@@ -133,9 +133,9 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
         for i in range(members.size):
             read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
             weight = int32(weights[i])
-            if centre:
+            if center:
                 for k in range(TILE):
-                    total[k] += int32(weight * int32(int32(eps[k] * eps[k]) - int32(centre)))
+                    total[k] += int32(weight * int32(int32(eps[k] * eps[k]) - int32(center)))
             else:
                 for k in range(TILE):
                     total[k] += int32(weight * eps[k])
@@ -158,9 +158,9 @@ def perturb_outer_rows(first, last, out, theta, a, b, scale, skip):
             factor, other = int32(a[i, row, r]), b[i, r]
             for c in range(columns):
                 total[c] += factor * int32(other[c])
-        to, centre, source = out[i, begin:end], theta[begin:end], total[shift : shift + end - begin]
+        to, center, source = out[i, begin:end], theta[begin:end], total[shift : shift + end - begin]
         for k in range(to.size):
-            to[k] = centre[k] + scale[0] * out.dtype.type(source[k])
+            to[k] = center[k] + scale[0] * out.dtype.type(source[k])
 
 
 @compiled
@@ -277,8 +277,8 @@ def perturb_outer(out: Array, theta: Array, scale: Array, a: Array, b: Array, sk
     share(perturb_outer_rows, units, out, theta, a, b, scale, skip, tiles_per_unit=-(-b.shape[2] // TILE))
 
 
-def accumulate(out: Array, weights: Array, address: Address, reading: Reading, centre: int) -> None:
-    arguments = (out, weights, field_of(address), address.members, address.start, int(reading), centre)
+def accumulate(out: Array, weights: Array, address: Address, reading: Reading, center: int) -> None:
+    arguments = (out, weights, field_of(address), address.members, address.start, int(reading), center)
     share(accumulate_tiles, tiles_of(address.start, out.size), *arguments, tiles_per_unit=weights.size)
 
 

@@ -31,7 +31,7 @@ TILE_ = tl.constexpr(TILE)
 WARPS = 2  # two blocks a thread: of 1, 2 and 4 warps the fastest for sums on an H200, within a tenth for the rest
 RESIDENT_TILES = 2048  # enough programs to fill a large card; fewer tiles than this are also split over members
 
-# One compiled kernel for all addresses: their types are fixed and their values not specialised on.
+# One compiled kernel for all addresses: their types are fixed and their values not specialized on.
 kernel = triton.jit(do_not_specialize=["count", "key0", "key1", "stream", "start", "stop"])
 
 
@@ -128,16 +128,16 @@ def _perturb(
         mask = (k >= first) & (k < last)
         step = sign * (tl.load(scale + base + k, mask=mask) if VECTOR else tl.load(scale))
         eps = _lane(c0, c1, c2, c3, lane, READING).to(theta.dtype.element_ty)
-        centre = tl.load(theta + k, mask=mask)
-        tl.store(out + k, centre + step * eps, mask=mask)
+        center = tl.load(theta + k, mask=mask)
+        tl.store(out + k, center + step * eps, mask=mask)
         if PAIRS:
-            tl.store(out + (stop - start) + k, centre + -step * eps, mask=mask)
+            tl.store(out + (stop - start) + k, center + -step * eps, mask=mask)
 
 
 @triton.jit
-def _term(word, HIGH: tl.constexpr, READING: tl.constexpr, CENTRE: tl.constexpr):
+def _term(word, HIGH: tl.constexpr, READING: tl.constexpr, CENTER: tl.constexpr):
     eps = _value(word, HIGH, READING)
-    return eps * eps - CENTRE if CENTRE > 0 else eps
+    return eps * eps - CENTER if CENTER > 0 else eps
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _add(out, LANE: tl.constexpr, total, first, last):
 def _accumulate(
     out, weights, members, count,
     key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
-    CENTRE: tl.constexpr, READING: tl.constexpr,
+    CENTER: tl.constexpr, READING: tl.constexpr,
 ):  # fmt: skip
     tile = start // TILE_ + tl.program_id(0).to(tl.int64)
     share = tl.cdiv(count, tl.num_programs(1))
@@ -162,14 +162,14 @@ def _accumulate(
     for i in range(begin, tl.minimum(begin + share, count)):
         c0, c1, c2, c3 = _words(tile, tl.load(members + i), key0, key1, number, stream)
         weight = tl.load(weights + i)
-        t0 += weight * _term(c0, 0, READING, CENTRE)
-        t1 += weight * _term(c0, 1, READING, CENTRE)
-        t2 += weight * _term(c1, 0, READING, CENTRE)
-        t3 += weight * _term(c1, 1, READING, CENTRE)
-        t4 += weight * _term(c2, 0, READING, CENTRE)
-        t5 += weight * _term(c2, 1, READING, CENTRE)
-        t6 += weight * _term(c3, 0, READING, CENTRE)
-        t7 += weight * _term(c3, 1, READING, CENTRE)
+        t0 += weight * _term(c0, 0, READING, CENTER)
+        t1 += weight * _term(c0, 1, READING, CENTER)
+        t2 += weight * _term(c1, 0, READING, CENTER)
+        t3 += weight * _term(c1, 1, READING, CENTER)
+        t4 += weight * _term(c2, 0, READING, CENTER)
+        t5 += weight * _term(c2, 1, READING, CENTER)
+        t6 += weight * _term(c3, 0, READING, CENTER)
+        t7 += weight * _term(c3, 1, READING, CENTER)
     base, first, last = _places(tile, start, stop)
     _add(out + base, 0, t0, first, last)
     _add(out + base, 1, t1, first, last)
@@ -254,8 +254,8 @@ def _perturb_outer(
     for r in tl.static_range(RANK):
         left = tl.load(a + (member * rows + row) * RANK + r, mask=inside, other=0).to(tl.int32)
         total += left * tl.load(b + (member * RANK + r) * columns + column, mask=inside, other=0).to(tl.int32)
-    centre = tl.load(theta + k, mask=inside)
-    tl.store(out + member * stride + k, centre + tl.load(scale) * total.to(centre.dtype), mask=inside)
+    center = tl.load(theta + k, mask=inside)
+    tl.store(out + member * stride + k, center + tl.load(scale) * total.to(center.dtype), mask=inside)
 
 
 def perturb_outer(
@@ -270,7 +270,7 @@ def perturb_outer(
             _perturb_outer[grid](out, theta, scale, a, b, skip, count, a.shape[1], b.shape[2], out.stride(0), **options)
 
 
-def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, centre: int) -> None:
+def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, center: int) -> None:
     count = out.numel()
     out.zero_()
     if count and weights.numel():
@@ -278,7 +278,7 @@ def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, readi
         shares = max(1, min(RESIDENT_TILES // tiles, weights.numel() // 8))
         arguments = (out, weights, address.members, weights.numel(), *_field(address, count))
         with torch.cuda.device_of(out):
-            _accumulate[tiles, shares](*arguments, CENTRE=centre, READING=int(reading), num_warps=WARPS)
+            _accumulate[tiles, shares](*arguments, CENTER=center, READING=int(reading), num_warps=WARPS)
 
 
 def adam(

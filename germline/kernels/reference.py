@@ -106,11 +106,11 @@ def blend_outer(
     out[:] = value
 
 
-def accumulate(out: Array, weights: Array, address: Address, reading: Reading, centre: int) -> None:
-    """out = sum of weights[i] * eps[i], or of weights[i] * (eps[i]^2 - centre) where centre is positive; int32."""
+def accumulate(out: Array, weights: Array, address: Address, reading: Reading, center: int) -> None:
+    """out = sum of weights[i] * eps[i], or of weights[i] * (eps[i]^2 - center) where center is positive; int32."""
     eps = (
         slices(address, out.size, reading)
         if out.size and weights.size
         else np.zeros((weights.size, out.size), np.int64)
     )
-    out[:] = weights.astype(np.int64) @ (eps * eps - centre if centre else eps)
+    out[:] = weights.astype(np.int64) @ (eps * eps - center if center else eps)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from germline.kernels import home, kernels_of, raw
-from germline.noise import tensor_on
+from germline.kernels import as_kernel_arg, kernel_device, kernels_for
+from germline.noise import cached_tensor
 from germline.population.buffers import empty, stacked
-from germline.population.pending import After, MaxPool, Relu, finish
+from germline.population.pending import Epilogue, MaxPool, Relu, apply_epilogue
 
 Where = NDArray[np.int64]  # the address of each member
 Window = tuple[int, ...]  # height and width of a map, of the window that goes over it, and of a step
@@ -34,7 +34,7 @@ class Parts:
     bias: torch.Tensor | None
     scales: torch.Tensor  # of the noise of each member
     where: Where
-    after: After
+    after: Epilogue
     shared: bool = True
 
     def flat(self, place: torch.device) -> tuple[torch.Tensor, ...]:
@@ -53,7 +53,7 @@ class Parts:
 
 def put_together(parts: Parts) -> torch.Tensor:
     """(members, n, R, ...), or what ``after`` makes of it."""
-    place = home(parts.base.device)
+    place = kernel_device(parts.base.device)
     if not parts.shared and place != parts.base.device:
         return corrected(parts)
     positions = parts.base.shape[2 if parts.shared else 3 :]
@@ -61,13 +61,20 @@ def put_together(parts: Parts) -> torch.Tensor:
     base, thin, thick, bias, scales = parts.flat(place)
     members, (n, rows) = len(scales), base.shape[-3:-1]
     out = empty((members, n, rows, sizes.numel()), base) if parts.shared or window else base
-    where = raw(tensor_on(parts.where, place))
-    kernels_of(place).blend_outer(*(raw(x) for x in (out, base, thin, thick, bias, scales)), where, relu, window)
-    return finish(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
+    where = as_kernel_arg(cached_tensor(parts.where, place))
+    kernels_for(place).blend_outer(
+        *(as_kernel_arg(x) for x in (out, base, thin, thick, bias, scales)), where, relu, window
+    )
+    return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
 
 
 def add_noise(
-    base: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, where: Where, bias: torch.Tensor | None, after: After
+    base: torch.Tensor,
+    noise: torch.Tensor,
+    scales: torch.Tensor,
+    where: Where,
+    bias: torch.Tensor | None,
+    after: Epilogue,
 ) -> torch.Tensor:
     """base + scale_i noise_i + bias_i for each member: base (n, R, ...), noise (n, addresses * R, ...); on a card."""
     n, rows = base.shape[:2]
@@ -75,13 +82,13 @@ def add_noise(
     out = base.new_empty(len(scales), n, rows, sizes.numel())
     noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
     passed(out, base.reshape(n, rows, -1).contiguous(), noise, bias, scales, where, relu, window)
-    return finish(out.view(*out.shape[:3], *sizes), rest)
+    return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)
 
 
-def add_bias(x: torch.Tensor, bias: torch.Tensor | None, after: After) -> torch.Tensor:
+def add_bias(x: torch.Tensor, bias: torch.Tensor | None, after: Epilogue) -> torch.Tensor:
     """x + bias_i for each member, then what follows, in place: x (members, ..., R), bias (members, R)."""
-    if home(x.device).type != "cuda" or not x.is_contiguous():
-        return finish(x if bias is None else x.add_(bias.view(len(x), *(1,) * (x.dim() - 2), -1)), after)
+    if kernel_device(x.device).type != "cuda" or not x.is_contiguous():
+        return apply_epilogue(x if bias is None else x.add_(bias.view(len(x), *(1,) * (x.dim() - 2), -1)), after)
     if bias is None and not after:
         return x
     flat = x.view(len(x), -1, x.shape[-1], 1)
@@ -89,7 +96,7 @@ def add_bias(x: torch.Tensor, bias: torch.Tensor | None, after: After) -> torch.
     scales = x.new_ones(len(x), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
     relu, window, _, rest = in_one_pass(after)
     passed(flat, flat, None, bias, scales, where, relu, window)
-    return finish(x, rest)
+    return apply_epilogue(x, rest)
 
 
 def passed(
@@ -104,20 +111,20 @@ def passed(
 ) -> None:
     full = torch.float64 if out.dtype == torch.float64 else torch.float32
     bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
-    arrays = (out, base, noise, None, bias, scales.to(full), tensor_on(where, out.device))
-    kernels_of(out.device).blend_outer(*arrays, relu, window)
+    arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(where, out.device))
+    kernels_for(out.device).blend_outer(*arrays, relu, window)
 
 
 def corrected(parts: Parts) -> torch.Tensor:
     """The same in torch's operations, for a device without kernels, where each member has a base of its own."""
     base, thin, thick, bias, scales = parts.flat(parts.base.device)
-    mine = thick[tensor_on(parts.where, base.device)]  # (m, r, R)
+    mine = thick[cached_tensor(parts.where, base.device)]  # (m, r, R)
     term = torch.einsum("mnrp,mrk->mnkp", thin.to(base.dtype) * scales.to(base.dtype)[:, None, None, None], mine)
     out = base.add_(term).add_(bias[:, None, :, None])
-    return finish(out.view(parts.base.shape), parts.after)
+    return apply_epilogue(out.view(parts.base.shape), parts.after)
 
 
-def in_one_pass(after: After, positions: torch.Size = NOWHERE) -> tuple[bool, Window | None, torch.Size, After]:
+def in_one_pass(after: Epilogue, positions: torch.Size = NOWHERE) -> tuple[bool, Window | None, torch.Size, Epilogue]:
     """How much of what follows the kernel does itself: an activation, a pooling of images, to which sizes; the rest."""
     relu = bool(after) and isinstance(after[0], Relu)
     rest = after[1:] if relu else after
@@ -135,7 +142,7 @@ def blend(
     scales: torch.Tensor,
     where: Where,
     bias: torch.Tensor | None,
-    after: After,
+    after: Epilogue,
 ) -> torch.Tensor:
     """shared + scale_i noise(where_i) + bias_i for each member i; the noise of an address is made once."""
     members: list[torch.Tensor] = [shared] * len(scales)
@@ -146,5 +153,5 @@ def blend(
             one = torch.add(shared, term, alpha=factors[i], out=empty(tuple(shared.shape), shared))
             if bias is not None:
                 one += bias[i].view(-1, *(1,) * (shared.dim() - 2))
-            members[i] = finish(one, after)
+            members[i] = apply_epilogue(one, after)
     return stacked(members)

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from germline.genome import Genome, Slot
-from germline.kernels import home
-from germline.noise import Field, Matrix, Noise, Stream, significant, tensor_on
-from germline.objective import Batch, tensors_in
+from germline.kernels import kernel_device
+from germline.noise import Field, Matrix, Noise, Stream, cached_tensor, scale_sigma
+from germline.objective import Batch, iterate_tensors
 from germline.population.buffers import empty
 from germline.strategies.base import Candidates
 
@@ -27,20 +27,20 @@ class Generation:
     batch: Batch | None
     genome: Genome
     dtype: torch.dtype | None  # of the arithmetic; None where each parameter has its own
-    centres: dict[int, torch.Tensor] = field(default_factory=dict)
+    centers: dict[int, torch.Tensor] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)  # the parameters that some layer has read
     products: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def type_of(self, slot: Slot) -> torch.dtype:
         return self.dtype or slot.dtype
 
-    def centre(self, index: int) -> torch.Tensor:
-        """A parameter of the centre, in memory of its own, so that it begins at an aligned address."""
-        if index not in self.centres:
+    def center(self, index: int) -> torch.Tensor:
+        """A parameter of the center, in memory of its own, so that it begins at an aligned address."""
+        if index not in self.centers:
             slot = self.genome.slots[index]
-            part = self.candidates.centre[slot.start : slot.stop].clone()
-            self.centres[index] = part.view(slot.shape).to(self.type_of(slot))
-        return self.centres[index]
+            part = self.candidates.center[slot.start : slot.stop].clone()
+            self.centers[index] = part.view(slot.shape).to(self.type_of(slot))
+        return self.centers[index]
 
     def once(self, layer: object, x: torch.Tensor, product: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The product of a layer with an input that is part of the batch itself: made by the first block that asks.
@@ -53,7 +53,7 @@ class Generation:
             and self.batch is not None
             and any(
                 tensor.layout == torch.strided and memory == tensor.untyped_storage().data_ptr()
-                for tensor in tensors_in([self.batch.args, self.batch.kwargs])
+                for tensor in iterate_tensors([self.batch.args, self.batch.kwargs])
             )
         )
         if not given:
@@ -79,7 +79,7 @@ class Block:
 
     def __post_init__(self) -> None:
         candidates = self.generation.candidates
-        self.noise: Noise = candidates.field.members(self.members, candidates.generation, candidates.centre.device)
+        self.noise: Noise = candidates.field.members(self.members, candidates.generation, candidates.center.device)
         # members that differ in nothing but the sign of their noise share its address
         self.addresses, self.where = np.unique(self.noise.addresses, return_inverse=True)
         self.unsigned = Field(candidates.field.seed, candidates.field.kind)
@@ -97,10 +97,10 @@ class Block:
             slot = self.slot(index)
             candidates = self.generation.candidates
             kind, shape = self.generation.type_of(slot), (self.size, slot.stop - slot.start)
-            if home(candidates.centre.device).type == "cuda":  # kernels there round to the type that is wanted
-                memory = candidates.centre.new_empty(shape, dtype=kind)
+            if kernel_device(candidates.center.device).type == "cuda":  # kernels there round to the type that is wanted
+                memory = candidates.center.new_empty(shape, dtype=kind)
             else:
-                memory = empty(shape, candidates.centre)
+                memory = empty(shape, candidates.center)
             made = candidates.weights(self.members, slot.start, slot.stop, memory)
             self.made[index] = made.view(self.size, *slot.shape).to(kind)
             self.generation.read.add(index)
@@ -124,7 +124,7 @@ class Block:
             self.calls.pop()  # it knows this block: a circle, which would live on until it is searched for
         return outputs
 
-    # The noise beside the centre, for layers that are linear in their weights
+    # The noise beside the center, for layers that are linear in their weights
 
     def matrix(self, index: int) -> Matrix | None:
         if not self.generation.candidates.shared:
@@ -133,13 +133,13 @@ class Block:
         return next((m for m in self.generation.candidates.field.matrices if m.start == slot.start), None)
 
     def scales(self, index: int) -> torch.Tensor:
-        """What the noise of an address is multiplied by, for each member, in the type of the centre."""
+        """What the noise of an address is multiplied by, for each member, in the type of the center."""
         self.generation.read.add(index)
         candidates = self.generation.candidates
-        signs = tensor_on(self.noise.signs, candidates.centre.device).to(candidates.centre.dtype)
+        signs = cached_tensor(self.noise.signs, candidates.center.device).to(candidates.center.dtype)
         if isinstance(candidates.sigma, torch.Tensor):
             return signs
-        return signs * significant(candidates.sigma, candidates.field.unit(self.matrix(index)), candidates.centre)
+        return signs * scale_sigma(candidates.sigma, candidates.field.unit(self.matrix(index)), candidates.center)
 
     def factors(self, matrix: Matrix, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B of each address: (addresses, rows, rank) and (addresses, columns, rank)."""
@@ -166,7 +166,7 @@ class Block:
     def bare(self, addresses: slice) -> Noise:
         """The noise of some addresses, without signs."""
         candidates = self.generation.candidates
-        return self.unsigned.members(self.addresses[addresses], candidates.generation, candidates.centre.device)
+        return self.unsigned.members(self.addresses[addresses], candidates.generation, candidates.center.device)
 
     def keep(self, shape: tuple[int, ...], probability: float) -> torch.Tensor:
         """Which elements dropout keeps, a function of the members' addresses: (members, *shape)."""

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from germline.errors import BadInput
 from germline.objective import Batch, seeded_generators
+from germline.optim.shaping import goodness
 from germline.population.block import Generation
 from germline.population.evaluator import METHODS, Evaluator, Plan, row_of, unchanged
-from germline.shaping import goodness
 from germline.strategies.base import Candidates
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -39,7 +39,7 @@ class SlowPath(UserWarning):
 
 
 @dataclass(frozen=True)
-class Settled:
+class PlanChoice:
     """How members are evaluated, and why not faster."""
 
     plan: Plan
@@ -48,31 +48,33 @@ class Settled:
 
     def sentence(self) -> str:
         how = METHODS[self.plan.method] + (", in float32" if "bfloat16" in (self.reason or "") else "")
-        if self.plan.block > 1 and not self.plan.vectorised:
+        if self.plan.block > 1 and not self.plan.vectorized:
             how += ", and scored one by one"
         price = f" (about {1e3 * self.seconds:.2g} ms each)" if self.seconds else ""
         return f"Members are evaluated {how}{price}, because {self.reason}."
 
 
 @torch.no_grad()
-def settle(make: Make, block: int, candidates: Candidates, batch: Batch | None, *, dropout: bool = False) -> Settled:
+def choose_plan(
+    make: Make, block: int, candidates: Candidates, batch: Batch | None, *, dropout: bool = False
+) -> PlanChoice:
     """The fastest way that gives what plain copies of the module give, in float32."""
-    slowest = Plan(1, "alone", vectorised=False, dropout=dropout)
+    slowest = Plan(1, "isolated", vectorized=False, dropout=dropout)
     plain = make(slowest)
     if batch is None or plain.objective.of_model:
-        return Settled(replace(slowest, method="loop"))
+        return PlanChoice(replace(slowest, method="loop"))
     blocks = np.arange(2 * block).reshape(2, block)
     sampled = [int(members[i]) for members in blocks for i in (0, -1)]
     candidates, expected = loud(plain, candidates, batch, sampled)
     reason = None
     for method in METHODS:
-        one_by_one = method in ("loop", "alone")
+        one_by_one = method in ("loop", "isolated")
         plan = Plan(1 if one_by_one else block, method, not one_by_one, dropout=dropout)
         # whoever draws from the global generators must be found out, and the user's own left as they were
         with seeded_generators(1):
-            found, why = trial(make, plan, plain, candidates, batch.copied(), blocks, sampled, expected)
+            found, why = trial(make, plan, plain, candidates, batch.copy(), blocks, sampled, expected)
         if found is not None:
-            return Settled(found.plan, reason or why, found.seconds)
+            return PlanChoice(found.plan, reason or why, found.seconds)
         reason = why  # of two, the one that rules out the next best
     raise BadInput(f"The model cannot be evaluated: {reason}.")
 
@@ -86,7 +88,7 @@ def trial(
     blocks: NDArray[np.int64],
     sampled: list[int],
     expected: list[Any],
-) -> tuple[Settled | None, str | None]:
+) -> tuple[PlanChoice | None, str | None]:
     """The plan if it gives what is expected, else nothing; and what is wrong."""
     one_by_one = plan.one_by_one
     # twice the same: what is kept between calls shows
@@ -109,20 +111,20 @@ def trial(
     room = tolerance(plain)
     wanted = [*expected, expected[0]] if one_by_one else [*expected[2:], *expected]
     # what is done alone is right by construction
-    if plan.method != "alone" and not all(same(*pair, room) for pair in zip(rows, wanted, strict=True)):
+    if plan.method != "isolated" and not all(same(*pair, room) for pair in zip(rows, wanted, strict=True)):
         if one_by_one:
             return None, "it keeps state between calls, or draws random numbers"
         return None, "its outputs are then not those of the model by itself"
-    if evaluator.plan.method == "twins":
+    if evaluator.plan.method == "population":
         name = missed(plain, candidates, batch, generation.read, sampled[0], expected[0])
         if name is not None:
             return None, f"{name} is used, but not read as an attribute of its own module"
     try:
         if one_by_one:
             scores = [evaluator.score_block(generation, groups[0]).tobytes() for _ in range(2)]
-            if plan.method != "alone" and scores[0] != scores[1]:
+            if plan.method != "isolated" and scores[0] != scores[1]:
                 return None, FICKLE
-            return Settled(evaluator.plan, seconds=seconds), None
+            return PlanChoice(evaluator.plan, seconds=seconds), None
         return scored(evaluator, generation, blocks[0], seconds)
     except Exception as error:
         return None, f"of the score: {type(error).__name__}: {first_sentence(error)}"
@@ -130,9 +132,9 @@ def trial(
 
 def scored(
     evaluator: Evaluator, generation: Generation, members: NDArray[np.int64], seconds: float
-) -> tuple[Settled | None, str | None]:
+) -> tuple[PlanChoice | None, str | None]:
     """Whether the score, too, can be computed for all members at once."""
-    each = replace(evaluator, plan=replace(evaluator.plan, vectorised=False))
+    each = replace(evaluator, plan=replace(evaluator.plan, vectorized=False))
     expected = each.score_block(generation, members)
     if expected.tobytes() != each.score_block(generation, members).tobytes():
         return None, FICKLE
@@ -141,21 +143,21 @@ def scored(
         got = evaluator.score_block(generation, members)
         assert generation.batch is not None
         if close(got, expected, generation.batch.size, tolerance(evaluator)):
-            return Settled(evaluator.plan, seconds=seconds), None
+            return PlanChoice(evaluator.plan, seconds=seconds), None
     except Exception as error:
         why = f"{type(error).__name__}: {first_sentence(error)}"
-    return Settled(each.plan, seconds=seconds), f"the score cannot be computed for all at once ({why})"
+    return PlanChoice(each.plan, seconds=seconds), f"the score cannot be computed for all at once ({why})"
 
 
 def loud(plain: Evaluator, candidates: Candidates, batch: Batch, sampled: list[int]) -> tuple[Candidates, list[Any]]:
     """Candidates with noise as large as the weights, and what plain copies of the module make of the batch."""
-    sigma = max(0.1, float(candidates.centre.double().square().mean().sqrt()))
+    sigma = max(0.1, float(candidates.center.double().square().mean().sqrt()))
 
     def outputs(sigma: float) -> list[Any]:
         generation = plain.generation(replace(candidates, sigma=sigma), batch)
         return [plain.one_by_one(generation, member, scored=False) for member in sampled]
 
-    usual = outputs(0.0)  # of the centre, which may have infinities of its own, for instance a mask
+    usual = outputs(0.0)  # of the center, which may have infinities of its own, for instance a mask
     while True:
         expected = outputs(sigma)
         if sigma < 1e-4 or not overflown(expected, usual):
@@ -175,16 +177,18 @@ def missed(
     """The name of a parameter that no twin has read and that plain copies of the module nevertheless use."""
     for index, slot in enumerate(plain.genome.slots):
         if index not in read:
-            centre = candidates.centre.clone()
-            centre[slot.start : slot.stop] += float(candidates.sigma)  # type: ignore[arg-type]  # see ``loud``
-            generation = plain.generation(replace(candidates, centre=centre), batch)
+            center = candidates.center.clone()
+            center[slot.start : slot.stop] += float(candidates.sigma)  # type: ignore[arg-type]  # see ``loud``
+            generation = plain.generation(replace(candidates, center=center), batch)
             if not same(plain.one_by_one(generation, member, scored=False), expected, tolerance(plain)):
                 return slot.name
     return None
 
 
 @torch.no_grad()
-def in_type(make: Make, settled: Settled, dtype: DType, candidates: Candidates, batch: Batch | None) -> Settled:
+def choose_dtype(
+    make: Make, settled: PlanChoice, dtype: DType, candidates: Candidates, batch: Batch | None
+) -> PlanChoice:
     """The same in bfloat16 where it is asked for or, by auto, where it is worth it; if the ranks survive."""
     if dtype == "float32" or batch is None or settled.plan.one_by_one:
         if dtype == "bfloat16":
@@ -197,12 +201,12 @@ def in_type(make: Make, settled: Settled, dtype: DType, candidates: Candidates, 
     count = 2 * settled.plan.block
     try:
         with seeded_generators(1):
-            scores = [scores_of(make(plan), candidates, batch, count) for plan in (settled.plan, narrow)]
+            scores = [score_first_members(make(plan), candidates, batch, count) for plan in (settled.plan, narrow)]
     except Exception as error:
         if dtype == "auto":
             return settled
         raise BadInput(f"The model cannot be evaluated in bfloat16: {first_sentence(error)}.") from error
-    survives = correlation(*scores) >= SURVIVAL
+    survives = rank_correlation(*scores) >= SURVIVAL
     return replace(settled, plan=narrow) if survives or dtype == "bfloat16" else settled
 
 
@@ -216,7 +220,7 @@ def multiplies_in_16_bits(device: torch.device) -> bool:
 
 def work(make: Make, batch: Batch) -> int:
     """The floating-point operations of the products of one member."""
-    plain, batch = make(Plan(1, "loop", vectorised=False)).module, batch.copied()
+    plain, batch = make(Plan(1, "loop", vectorized=False)).module, batch.copy()
     try:
         with seeded_generators(0), FlopCounterMode(display=False) as counter:
             plain(*batch.args, **batch.kwargs)
@@ -226,14 +230,14 @@ def work(make: Make, batch: Batch) -> int:
 
 
 @torch.no_grad()
-def scores_of(evaluator: Evaluator, candidates: Candidates, batch: Batch, count: int) -> NDArray[np.float32]:
+def score_first_members(evaluator: Evaluator, candidates: Candidates, batch: Batch, count: int) -> NDArray[np.float32]:
     """The scores of the first few members."""
     generation = evaluator.generation(candidates, batch)
     blocks = evaluator.blocks(count)
     return np.concatenate([evaluator.score_block(generation, block) for block in blocks])[:count]
 
 
-def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
+def rank_correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     """Of the ranks of two lists of scores."""
     ranks = np.stack([np.argsort(np.argsort(goodness(scores, True), kind="stable")) for scores in (a, b)])
     x, y = ranks - ranks.mean(1, keepdims=True)
@@ -241,7 +245,9 @@ def correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 
 @torch.no_grad()
-def agrees(plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArray[np.float32], member: int) -> bool:
+def matches_plain_copy(
+    plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArray[np.float32], member: int
+) -> bool:
     """Whether a member's score is that of a plain copy of the module, as far as its rank could tell."""
     want = float(plain.one_by_one(plain.generation(candidates, batch), member))
     got, finite = float(scores[member]), scores[np.isfinite(scores)]

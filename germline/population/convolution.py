@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from germline.kernels import home, kernels_of
-from germline.noise import tensor_on
+from germline.kernels import kernel_device, kernels_for
+from germline.noise import cached_tensor
 from germline.population.blend import Parts, add_noise, blend, put_together
 from germline.population.buffers import stacked
 from germline.population.layer import Call, Outputs, one
 from germline.population.linear import THIN
-from germline.population.pending import finish
+from germline.population.pending import apply_epilogue
 
 
 def convolution(call: Call) -> Outputs:
@@ -34,13 +34,13 @@ def of_one_input(call: Call, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = call.module._conv_forward(x, weight, None)
         return out
 
-    product = block.generation.once(call.module, x, lambda: convolved(block.generation.centre(index)))
+    product = block.generation.once(call.module, x, lambda: convolved(block.generation.center(index)))
     bias, matrix, scales = call.weights("bias"), block.matrix(index), block.scales(index)
     if matrix is not None:
         a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
         filters = b.transpose(1, 2).reshape(-1, *block.slot(index).shape[1:])  # (a r, channels, *kernel)
         return put_together(Parts(product, convolved(filters), a, bias, scales, block.where, call.after))
-    if home(x.device).type == "cuda" and not isinstance(block.generation.candidates.sigma, torch.Tensor):
+    if kernel_device(x.device).type == "cuda" and not isinstance(block.generation.candidates.sigma, torch.Tensor):
         filters = block.noises(index, x.dtype).flatten(0, 1)
         return add_noise(product, convolved(filters), scales, block.where, bias, call.after)
     if x.device.type != "cpu":
@@ -50,22 +50,22 @@ def of_one_input(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_many_inputs(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """One large convolution with the centre's filters, and the noise of each member by a kernel of its own."""
+    """One large convolution with the center's filters, and the noise of each member by a kernel of its own."""
     block, index, module = call.block, call.layer.slots["weight"], call.module
     matrix = block.matrix(index)
     assert matrix is not None
     a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
     x = x.contiguous()
-    base = module._conv_forward(x.flatten(0, 1), block.generation.centre(index), None)
+    base = module._conv_forward(x.flatten(0, 1), block.generation.center(index), None)
     base = base.contiguous().view(*x.shape[:2], *base.shape[1:])  # (m, n, R, *sizes)
     filters = b.transpose(1, 2).reshape(len(b), matrix.rank, *flat(block.slot(index).shape[1:], 3))
     thin = torch.empty(*x.shape[:2], matrix.rank, *flat(base.shape[3:], 2), device=x.device)
     settings = [
         flat(values, 2, missing=i != 1) for i, values in enumerate((module.stride, module.padding, module.dilation))
     ]
-    where = tensor_on(block.where, x.device)
+    where = cached_tensor(block.where, x.device)
     planes = x.view(*x.shape[:3], *flat(x.shape[3:], 2))
-    kernels_of(x.device).thin_convolution(thin, planes, filters.contiguous(), where, *settings)
+    kernels_for(x.device).thin_convolution(thin, planes, filters.contiguous(), where, *settings)
     thin = thin.view(*x.shape[:2], matrix.rank, *base.shape[3:])
     scales = block.scales(index)
     return put_together(Parts(base, thin, a, call.weights("bias"), scales, block.where, call.after, shared=False))
@@ -74,7 +74,7 @@ def of_many_inputs(call: Call, x: torch.Tensor) -> torch.Tensor:
 def has_kernel(module: Any, x: torch.Tensor) -> bool:
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     small = len(module.kernel_size) <= 2 and prod(module.kernel_size) <= 49
-    return plain and small and x.dtype != torch.float64 and home(x.device).type == "cuda"
+    return plain and small and x.dtype != torch.float64 and kernel_device(x.device).type == "cuda"
 
 
 def flat(sizes: Any, count: int, *, missing: int = 1) -> tuple[int, ...]:
@@ -92,4 +92,6 @@ def member_by_member(call: Call, x: torch.Tensor) -> torch.Tensor:
     inputs = x if call.batched[0] else [x] * call.block.size
     biases = [None] * call.block.size if bias is None else bias
     convolve = call.module._conv_forward
-    return stacked([finish(convolve(*of_one), call.after) for of_one in zip(inputs, weight, biases, strict=True)])
+    return stacked(
+        [apply_epilogue(convolve(*of_one), call.after) for of_one in zip(inputs, weight, biases, strict=True)]
+    )

@@ -13,9 +13,9 @@ def embedding(call: Call) -> Outputs:
     if not (call.shared_input and call.separable("weight") and matrix is not None and call.module.max_norm is None):
         return each(call)
     where = x.reshape(-1)  # (n,)
-    centre = block.generation.centre(index)
-    product = block.generation.once(call.module, x, lambda: F.embedding(where, centre))  # (n, C)
-    a, b = block.factors(matrix, centre.dtype)  # (a, R, r), (a, C, r)
+    center = block.generation.center(index)
+    product = block.generation.once(call.module, x, lambda: F.embedding(where, center))  # (n, C)
+    a, b = block.factors(matrix, center.dtype)  # (a, R, r), (a, C, r)
     thin = a[:, where].permute(1, 0, 2).flatten(1)  # (n, a r)
     out = put_together(Parts(product, thin, b, None, block.scales(index), block.where, ()))
     return one(out.view(block.size, *x.shape, product.shape[-1]))

@@ -17,24 +17,24 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from germline.clock import clock
 from germline.genome import Genome
-from germline.kernels import home
+from germline.kernels import kernel_device
 from germline.kernels.recorded import Recorded
-from germline.noise import WORD, Field, Live, Stream
-from germline.objective import Batch, Objective, seeded_generators, tensors_in
+from germline.noise import ADDRESS_LIMIT, Field, LiveScalars, Stream
+from germline.objective import Batch, Objective, iterate_tensors, seeded_generators
 from germline.population.block import Block, Generation, here
 from germline.population.pending import settled
 from germline.population.pooling import FasterFunctions
-from germline.population.twins import twinned, with_dropout
+from germline.population.twins import make_population_module, with_dropout
 from germline.strategies.base import Candidates
 
-Method = Literal["twins", "vmap", "loop", "alone"]
+Method = Literal["population", "vmap", "loop", "isolated"]
 METHODS: dict[Method, str] = {
-    "twins": "all members of a block at once",
+    "population": "all members of a block at once",
     "vmap": "all members of a block at once, with all their weights in memory",
     "loop": "member by member",
-    "alone": "member by member, each on a new copy of the model with random generators of its own",
+    "isolated": "member by member, each on a new copy of the model with random generators of its own",
 }
-WHOLE = slice(None)  # of the blocks of a population
+ALL_BLOCKS = slice(None)  # of the blocks of a population
 ALIGNED = 64  # bytes
 RECORDINGS = 4  # shapes of batches for which a card keeps a whole generation
 BLOCKS_RECORDED = 64  # of a generation: where there are more, launching them is little beside their work
@@ -47,21 +47,21 @@ class Plan:
 
     block: int  # members that are evaluated together
     method: Method
-    vectorised: bool = True  # whether the score, too, is computed for all members at once
+    vectorized: bool = True  # whether the score, too, is computed for all members at once
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; float32 stands for the module's own types
     dropout: bool = False
     slices: int = 1  # parts of a batch whose gradients are computed apart and summed in order
 
     @property
     def one_by_one(self) -> bool:
-        return self.method in ("loop", "alone")
+        return self.method in ("loop", "isolated")
 
 
 @dataclass(frozen=True)
 class Evaluator:
     """Scores blocks of members of one module on one device."""
 
-    module: nn.Module  # a copy in evaluation mode; see ``prepared``
+    module: nn.Module  # a copy in evaluation mode; see ``make_evaluation_copy``
     genome: Genome
     objective: Objective
     device: torch.device
@@ -70,14 +70,14 @@ class Evaluator:
     recordings: dict[Any, "Recording"] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(
+    def build(
         cls, module: nn.Module, genome: Genome, objective: Objective, device: torch.device, plan: Plan
     ) -> "Evaluator":
-        copied = prepared(module).to(device)
+        copied = make_evaluation_copy(module).to(device)
         if plan.dtype == "bfloat16":
             copied = copied.to(torch.bfloat16)
-        if plan.method == "twins":
-            copied = twinned(copied, genome)
+        if plan.method == "population":
+            copied = make_population_module(copied, genome)
         if plan.dropout:
             copied = with_dropout(copied)
         return cls(copied, genome, objective, device, plan, threading.local())
@@ -97,16 +97,16 @@ class Evaluator:
         return Generation(candidates, batch, self.genome, dtype)
 
     def recording(
-        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = WHOLE
+        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS
     ) -> "Recording | None":
         """Of generations like this one, if a card can launch them as a whole."""
-        card = home(self.device).type == "cuda"
-        if not card or batch is None or not candidates.shared or not self.plan.vectorised or self.plan.one_by_one:
+        card = kernel_device(self.device).type == "cuda"
+        if not card or batch is None or not candidates.shared or not self.plan.vectorized or self.plan.one_by_one:
             return None
         kind = kind_of(batch)
         key = (population, share.start, share.stop, kind, isinstance(candidates.sigma, torch.Tensor), candidates.field)
         if key not in self.recordings:
-            if kind is None or self.hooked:
+            if kind is None or self.has_hooks:
                 return None
             for other in [other for other in self.recordings if other[1:3] != key[1:3]]:
                 del self.recordings[other]  # of a share that this process no longer has
@@ -116,7 +116,7 @@ class Evaluator:
         return self.recordings[key]
 
     def scores(
-        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = WHOLE
+        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS
     ) -> torch.Tensor:
         """The scores of a share of the blocks, on the device, one block after the other."""
         generation, blocks = self.generation(candidates, batch), self.blocks(population)[share]
@@ -133,7 +133,7 @@ class Evaluator:
                 scores = [self.one_by_one(generation, member) for member in members]
             else:
                 outputs = self.outputs(generation, members)
-                if self.plan.vectorised:
+                if self.plan.vectorized:
                     score = vmap(lambda output: self.objective.function(output, batch.target))
                     return torch.as_tensor(score(outputs)).reshape(len(members)).float()
                 scores = [self.objective.function(row_of(outputs, i), batch.target) for i in range(len(members))]
@@ -163,8 +163,8 @@ class Evaluator:
 
     def one_by_one(self, generation: Generation, member: int, *, scored: bool = True) -> Any:
         """The score, or the output, of one member, on a plain module with its weights."""
-        alone = self.plan.method == "alone"
-        batch = generation.batch.copied() if alone and generation.batch is not None else generation.batch
+        alone = self.plan.method == "isolated"
+        batch = generation.batch.copy() if alone and generation.batch is not None else generation.batch
         module = copy_of(self.module) if alone else self.mine()
         with evaluating(Block(generation, np.array([member]), member=0)), own_generators(generation, alone):
             weights = generation.candidates.weights(np.array([member]), 0, self.genome.size)[0]
@@ -182,12 +182,12 @@ class Evaluator:
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
     def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
-        """The score of the centre on a batch, and its gradient by backprop."""
+        """The score of the center on a batch, and its gradient by backprop."""
         with torch.enable_grad(), differentiable(self.mine()):
-            centre = theta.detach().clone().requires_grad_(True)
-            score = self.score_at(centre, batch)
+            center = theta.detach().clone().requires_grad_(True)
+            score = self.score_at(center, batch)
             with clock("backward"):
-                (gradient,) = torch.autograd.grad(score, centre)
+                (gradient,) = torch.autograd.grad(score, center)
         return score.detach().float().cpu().numpy().reshape(1), gradient
 
     @clock("forward")
@@ -201,7 +201,7 @@ class Evaluator:
         return self.objective.score(forward, batch)
 
     @property
-    def hooked(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether the module has hooks: functions, of which every thread's copy of it has the same ones."""
         return any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
 
@@ -216,7 +216,7 @@ class Recording:
     """Generations of one shape of batch on a card, launched as a whole once that has proved to be the same."""
 
     def __init__(self, evaluator: Evaluator, population: int, share: slice) -> None:
-        self.live = Live(evaluator.device)
+        self.live = LiveScalars(evaluator.device)
         self.evaluator, self.population, self.share = evaluator, population, share
         self.recorded = Recorded(self._scores, doubted=True)
 
@@ -230,18 +230,18 @@ class Recording:
         sigma = candidates.sigma
         vector = [sigma] if isinstance(sigma, torch.Tensor) else []
         assert isinstance(candidates.generation, int)
-        assert not isinstance(sigma, Live)
+        assert not isinstance(sigma, LiveScalars)
         self.live.set(candidates.generation, 0.0 if isinstance(sigma, torch.Tensor) else sigma)
         self.candidates, self.batch = candidates, batch
-        return self.recorded(candidates.centre, *vector, *tensors_in([batch.args, batch.kwargs, batch.target]))
+        return self.recorded(candidates.center, *vector, *iterate_tensors([batch.args, batch.kwargs, batch.target]))
 
-    def _scores(self, centre: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def _scores(self, center: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         given, was = iter(tensors), self.batch
         sigma = next(given) if isinstance(self.candidates.sigma, torch.Tensor) else self.live
         put = lambda x: next(given) if isinstance(x, torch.Tensor) else x  # noqa: E731
         args, kwargs, target = tree_map(put, (was.args, was.kwargs, was.target))
         batch = Batch(args, kwargs, target, was.size)
-        candidates = replace(self.candidates, generation=self.live.generation, centre=centre, sigma=sigma)
+        candidates = replace(self.candidates, generation=self.live.generation, center=center, sigma=sigma)
         return self.evaluator.scores(candidates, self.population, batch, self.share)
 
 
@@ -292,7 +292,7 @@ def own_generators(generation: Generation, wanted: bool) -> Iterator[None]:
         yield
         return
     field, number = generation.candidates.field, int(generation.candidates.generation)
-    seed = int(Field(field.seed).below(WORD, 1, number, Stream.DROPOUT, member=WORD - 1)[0])
+    seed = int(Field(field.seed).below(ADDRESS_LIMIT, 1, number, Stream.DROPOUT, member=ADDRESS_LIMIT - 1)[0])
     with generators, seeded_generators(seed):
         yield
 
@@ -324,7 +324,7 @@ def unchanged(batch: Batch | None) -> Iterator[None]:
 
 
 def versions(batch: Batch | None) -> list[int]:
-    return [] if batch is None else [x._version for x in tensors_in([batch.args, batch.kwargs, batch.target])]
+    return [] if batch is None else [x._version for x in iterate_tensors([batch.args, batch.kwargs, batch.target])]
 
 
 def row_of(outputs: Any, i: int) -> Any:
@@ -335,7 +335,7 @@ def as_scalar(score: Any, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(score, dtype=torch.float32, device=device).detach().reshape(())
 
 
-def prepared(module: nn.Module) -> nn.Module:
+def make_evaluation_copy(module: nn.Module) -> nn.Module:
     """A copy that computes without side effects: dropout off, batch norm by the statistics of its own batch."""
     module = copy.deepcopy(module).eval()
     for part in module.modules():

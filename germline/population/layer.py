@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from germline.population.block import Block
 from germline.population.buffers import empty
-from germline.population.pending import After, finish
+from germline.population.pending import Epilogue, apply_epilogue
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Call:
     inputs: list[torch.Tensor]
     batched: list[bool]  # which inputs differ between members: these have the members first
     forward: Callable[[int], Any]  # the layer's own forward for one member
-    after: After = ()  # what is to be done with the output, while it is at hand
+    after: Epilogue = ()  # what is to be done with the output, while it is at hand
 
     @property
     def shared_input(self) -> bool:
@@ -69,7 +69,7 @@ def each(call: Call) -> Outputs:
     for member in range(call.block.size):
         with at_hand(call.block, member):
             output = call.forward(member)
-            results, shape = tree_flatten(finish(output, call.after) if call.after else output)
+            results, shape = tree_flatten(apply_epilogue(output, call.after) if call.after else output)
         if not outputs:
             outputs = [empty((call.block.size, *x.shape), x) for x in results]
         for output, result in zip(outputs, results, strict=True):

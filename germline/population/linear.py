@@ -1,25 +1,25 @@
 """Linear layers of a block of members.
 
-A product with the weights of a member is one with the centre and one with the member's noise:
+A product with the weights of a member is one with the center and one with the member's noise:
 
     x (W + s_i A B^T)^T = x W^T + s_i (x B) A^T         of low rank: two thin products
     x (W + s_i E)^T     = x W^T + s_i x E^T             dense: one product for the two members that share E
 
-Where all members see one input, x, as they do in a network's first layer, the product with the centre is made once for
-the whole generation. Where each has its own, a card does one large product with the centre for all of them, and what
+Where all members see one input, x, as they do in a network's first layer, the product with the center is made once for
+the whole generation. Where each has its own, a card does one large product with the center for all of them, and what
 is left is put together in one pass; a CPU, and dense noise, perturb the weights and multiply.
 """
 
 import torch
 import torch.nn.functional as F
 
-from germline.kernels import home, kernels_of
-from germline.noise import tensor_on
+from germline.kernels import kernel_device, kernels_for
+from germline.noise import cached_tensor
 from germline.population.blend import Parts, add_bias, add_noise, blend, in_one_pass, put_together
 from germline.population.block import Block
 from germline.population.buffers import empty
 from germline.population.layer import Call, Layer, Outputs, one
-from germline.population.pending import After, Relu, finish
+from germline.population.pending import Epilogue, Relu, apply_epilogue
 
 SMALL = 1 << 21  # multiplications
 THIN = 4  # ranks up to which a product with noise is bounded by reading its input
@@ -37,42 +37,42 @@ def linear(call: Call) -> Outputs:
     weight = call.weights("weight")
     assert weight is not None
     x = x if call.batched[0] else x.expand(call.block.size, *x.shape)
-    if home(x.device).type == "cuda":  # products there want the bias in memory first, as large as the result
+    if kernel_device(x.device).type == "cuda":  # products there want the bias in memory first, as large as the result
         return one(add_bias(batched_linear(x, weight, None), call.weights("bias"), call.after))
-    return one(finish(batched_linear(x, weight, call.weights("bias")), call.after))
+    return one(apply_epilogue(batched_linear(x, weight, call.weights("bias")), call.after))
 
 
 def has_parts(call: Call) -> bool:
     """Whether the noise of the weights is of low rank, and a member's product best made of parts."""
     sees_one_input_or_a_card = call.shared_input or call.inputs[0].device.type != "cpu"
-    low_rank = call.separable("weight") and call.block.matrix(call.layer.slots["weight"]) is not None
-    return sees_one_input_or_a_card and low_rank
+    low_rank_matrices = call.separable("weight") and call.block.matrix(call.layer.slots["weight"]) is not None
+    return sees_one_input_or_a_card and low_rank_matrices
 
 
 def parts(call: Call) -> Parts:
     (x,), block, index = call.inputs, call.block, call.layer.slots["weight"]
-    centre, matrix, shared = block.generation.centre(index), block.matrix(index), not call.batched[0]
+    center, matrix, shared = block.generation.center(index), block.matrix(index), not call.batched[0]
     assert matrix is not None
     a, b = block.factors(matrix, x.dtype)  # (a, R, r), (a, C, r)
     across = b.transpose(1, 2).contiguous()  # (a, r, C)
     if shared:
         rows = x.reshape(-1, x.shape[-1])  # (n, C)
-        base = block.generation.once(call.module, x, lambda: F.linear(rows, centre))  # (n, R)
+        base = block.generation.once(call.module, x, lambda: F.linear(rows, center))  # (n, R)
         thin = F.linear(rows, across.flatten(0, 1))  # (n, a r)
     else:
         each = x.reshape(len(x), -1, x.shape[-1]).contiguous()  # (m, n, C)
-        base = F.linear(each.flatten(0, 1), centre).view(*each.shape[:2], -1)  # (m, n, R)
+        base = F.linear(each.flatten(0, 1), center).view(*each.shape[:2], -1)  # (m, n, R)
         thin = thin_product(each, across, block)  # (m, n, r)
     return Parts(base, thin, a, call.weights("bias"), block.scales(index), block.where, call.after, shared)
 
 
 def thin_product(x: torch.Tensor, across: torch.Tensor, block: Block) -> torch.Tensor:
     """x_i B_i for each member: x is (m, n, C), across (a, r, C); (m, n, r)."""
-    where = tensor_on(block.where, x.device)
-    if home(x.device) != x.device or across.shape[1] > THIN or x.dtype == torch.float64:
+    where = cached_tensor(block.where, x.device)
+    if kernel_device(x.device) != x.device or across.shape[1] > THIN or x.dtype == torch.float64:
         return torch.bmm(x, across[where].transpose(1, 2))
     out = torch.empty(*x.shape[:2], across.shape[1], device=x.device)
-    kernels_of(x.device).thin_product(out, x, across, where)
+    kernels_for(x.device).thin_product(out, x, across, where)
     return out
 
 
@@ -80,12 +80,12 @@ def is_narrow(layer: Layer, block: Block) -> bool:
     """Whether a card does the whole layer in one pass over its input."""
     generation, index = block.generation, layer.slots.get("weight")
     matrix = block.matrix(index) if index is not None else None
-    device = generation.candidates.centre.device
+    device = generation.candidates.center.device
     fits = matrix is not None and matrix.rank <= THIN and matrix.rows + matrix.rank <= NARROW
-    return fits and home(device).type == "cuda" and generation.dtype == torch.bfloat16
+    return fits and kernel_device(device).type == "cuda" and generation.dtype == torch.bfloat16
 
 
-def takes_parts(producer: Layer, after: After, consumer: Layer, block: Block) -> bool:
+def takes_parts(producer: Layer, after: Epilogue, consumer: Layer, block: Block) -> bool:
     """Whether a layer puts the output of another together as it reads it, so that it never is in memory."""
     index = producer.slots.get("weight")
     matrix = block.matrix(index) if index is not None else None
@@ -110,24 +110,24 @@ def narrow(call: Call, inputs: tuple[torch.Tensor, ...], relu_inputs: bool, size
     relu, _, _, rest = in_one_pass(call.after)
     bias = call.weights("bias")
     bias = out.new_zeros(block.size, matrix.rows) if bias is None else bias.contiguous()
-    scales, where = block.scales(index).float(), tensor_on(block.where, out.device)
-    weight = block.generation.centre(index)
-    kernels_of(out.device).narrow_linear(out, inputs, relu_inputs, weight, a, b, bias, scales, where, relu)
-    return finish(out, rest).view(block.size, *sizes, matrix.rows)
+    scales, where = block.scales(index).float(), cached_tensor(block.where, out.device)
+    weight = block.generation.center(index)
+    kernels_for(out.device).narrow_linear(out, inputs, relu_inputs, weight, a, b, bias, scales, where, relu)
+    return apply_epilogue(out, rest).view(block.size, *sizes, matrix.rows)
 
 
 def worth_sharing(call: Call, x: torch.Tensor) -> bool:
     """On a CPU dense noise is multiplied address by address: not where a product is done sooner than its call."""
     if x.device.type == "cpu":
         return x.numel() * call.block.slot(call.layer.slots["weight"]).shape[0] >= SMALL
-    return home(x.device) == x.device and not isinstance(call.block.generation.candidates.sigma, torch.Tensor)
+    return kernel_device(x.device) == x.device and not isinstance(call.block.generation.candidates.sigma, torch.Tensor)
 
 
 def shared(call: Call, x: torch.Tensor) -> torch.Tensor:
     """Dense noise where all members see one input."""
     block, index = call.block, call.layer.slots["weight"]
-    rows, centre = x.reshape(-1, x.shape[-1]), block.generation.centre(index)
-    product = block.generation.once(call.module, x, lambda: F.linear(rows, centre))  # (n, R)
+    rows, center = x.reshape(-1, x.shape[-1]), block.generation.center(index)
+    product = block.generation.once(call.module, x, lambda: F.linear(rows, center))  # (n, R)
     scales, bias = block.scales(index), call.weights("bias")
     if x.device.type != "cpu":
         terms = F.linear(rows, block.noises(index, x.dtype).flatten(0, 1))  # (n, a R)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from germline.kernels import home, kernels_of
+from germline.kernels import kernel_device, kernels_for
 from germline.population.layer import Call, Outputs, one
 
 WIDEST = 8192  # elements of a row that a program holds
@@ -13,7 +13,7 @@ WIDEST = 8192  # elements of a row that a program holds
 
 def has_kernel(module: Any, x: torch.Tensor) -> bool:
     fits = prod(module.normalized_shape) <= WIDEST and x.dtype != torch.float64
-    return fits and home(x.device).type == "cuda"
+    return fits and kernel_device(x.device).type == "cuda"
 
 
 def layer_norm(call: Call) -> Outputs:
@@ -24,5 +24,5 @@ def layer_norm(call: Call) -> Outputs:
     rows = x.reshape(len(x), -1, prod(call.module.normalized_shape)).contiguous()
     out = torch.empty_like(rows)
     scale, shift = (part.reshape(len(x), -1).contiguous() for part in (weight, bias))
-    kernels_of(x.device).layer_norm(out, rows, scale, shift, call.module.eps)
+    kernels_for(x.device).layer_norm(out, rows, scale, shift, call.module.eps)
     return one(out.view(x.shape))

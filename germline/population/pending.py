@@ -33,11 +33,11 @@ class MaxPool:
         return pooled.view(*x.shape[:-2], *pooled.shape[-2:])
 
 
-After = tuple[Relu | MaxPool, ...]  # what is done with a layer's output; may write to it
-Work = Callable[[After], Tensor]
+Epilogue = tuple[Relu | MaxPool, ...]  # what is done with a layer's output; may write to it
+Work = Callable[[Epilogue], Tensor]
 
 
-def finish(x: Tensor, after: After) -> Tensor:
+def apply_epilogue(x: Tensor, after: Epilogue) -> Tensor:
     for function in after:
         x = function(x)
     return x
@@ -65,11 +65,11 @@ class Pending(Tensor):
     """A tensor that is still to be computed."""
 
     work: Work
-    after: After
+    after: Epilogue
     made: Tensor | None
 
     @staticmethod
-    def of(work: Work, after: After = ()) -> "Pending":
+    def create(work: Work, after: Epilogue = ()) -> "Pending":
         # there is nothing in it: code that gets past __torch_function__ finds NaN, and the check finds out
         pending = torch.full((), float("nan")).as_subclass(Pending)
         pending.work, pending.after, pending.made = work, after, None
@@ -90,7 +90,7 @@ class Pending(Tensor):
                 if function in IN_PLACE or kwargs.get("inplace"):
                     first.after = (*first.after, more)
                     return first
-                return Pending.of(first.work, (*first.after, more))
+                return Pending.create(first.work, (*first.after, more))
         return function(*settled(args), **settled(kwargs))
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from germline.kernels import home, kernels_of
-from germline.noise import tensor_on
+from germline.kernels import kernel_device, kernels_for
+from germline.noise import cached_tensor
 from germline.population.layer import Call, Outputs, each, one
 from germline.population.linear import batched_linear
 
@@ -65,11 +65,11 @@ def one_way(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Te
 
 def stays_on_chip(call: Call, suffix: str) -> bool:
     block, module = call.block, call.module
-    device, index = block.generation.candidates.centre.device, call.layer.slots.get(f"weight_hh{suffix}")
+    device, index = block.generation.candidates.center.device, call.layer.slots.get(f"weight_hh{suffix}")
     matrix = block.matrix(index) if index is not None else None
     small = isinstance(module, nn.LSTM) and module.hidden_size <= LARGEST_STATE and not module.proj_size
     fits = small and matrix is not None and matrix.rank == 1 and block.generation.dtype == torch.bfloat16
-    return fits and home(device).type == "cuda"
+    return fits and kernel_device(device).type == "cuda"
 
 
 def on_chip(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -95,9 +95,9 @@ def on_chip(call: Call, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Te
     n = x.shape[1 if examples_first else 2]
     last = x.new_empty(block.size, n, hidden), x.new_empty(block.size, n, hidden)
     first = (state[0].contiguous(), state[1].contiguous()) if state else None
-    scales, where = block.scales(index).float(), tensor_on(block.where, x.device)
-    arrays = (block.generation.centre(index), a, b, bias, scales, where)
-    kernels_of(x.device).lstm(out, last, first, *arrays, *inputs, examples_first)
+    scales, where = block.scales(index).float(), cached_tensor(block.where, x.device)
+    arrays = (block.generation.center(index), a, b, bias, scales, where)
+    kernels_for(x.device).lstm(out, last, first, *arrays, *inputs, examples_first)
     return out.transpose(1, 2) if examples_first else out, last
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from germline.genome import Genome
-from germline.objective import Batch, memory_of, seeded_generators, tensors_in
+from germline.objective import Batch, device_memory, iterate_tensors, seeded_generators
 
 # Of a block: on a CPU what stays near the processor, not what the machine could hold; on a card enough to keep it busy
 # and to make launches, and Python, small beside the work.
@@ -30,7 +30,7 @@ def block_size(
     device = next(module.parameters()).device
     most, memory = LARGEST_BLOCK, BLOCK_BYTES
     if device.type == "cuda":
-        most, memory = LARGEST_ON_A_CARD, memory_of(device) // PART_OF_A_CARD
+        most, memory = LARGEST_ON_A_CARD, device_memory(device) // PART_OF_A_CARD
     largest = max(2, min(most, memory // one))
     return even_block(population, largest, processes)
 
@@ -52,7 +52,7 @@ def widest(module: nn.Module, batch: Batch | None) -> int:
     """The elements of the largest tensor that is made while the module works on a batch."""
     if batch is None:
         return 0
-    batch = batch.copied()
+    batch = batch.copy()
     with seeded_generators(0), Watch(module) as watch:
         module(*batch.args, **batch.kwargs)
     return int(watch.largest)
@@ -68,7 +68,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        for tensor in tensors_in(made):
+        for tensor in iterate_tensors(made):
             if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in self.weights:
                 self.largest = max(self.largest, tensor.numel())
         return made

@@ -24,7 +24,7 @@ from germline.population.embedding import embedding
 from germline.population.layer import Call, Layer, Rule, each
 from germline.population.linear import linear, narrow_of_parts, parts, takes_parts
 from germline.population.norm import has_kernel, layer_norm
-from germline.population.pending import After, Pending, settled
+from germline.population.pending import Epilogue, Pending, settled
 from germline.population.recurrent import cell, recurrent
 
 RULES: dict[type[nn.Module], Rule] = {
@@ -50,7 +50,7 @@ LAZY = (linear, convolution)  # what follows them can be done in the same pass
 # weights of the block: torch's own rules are as good as any that could be written here.
 
 
-def twinned(module: nn.Module, genome: Genome) -> nn.Module:
+def make_population_module(module: nn.Module, genome: Genome) -> nn.Module:
     """The module, changed into its twin; give it a copy."""
     place = {name: index for index, slot in enumerate(genome.slots) for name in (slot.name, *slot.aliases)}
     for prefix, part in list(module.named_modules()):
@@ -61,7 +61,7 @@ def twinned(module: nn.Module, genome: Genome) -> nn.Module:
         }
         slots = {name: place[full] for name, full in own.items() if full in place}
         if slots:
-            become_twin(part, slots)
+            make_population_layer(part, slots)
     return module
 
 
@@ -73,7 +73,7 @@ def with_dropout(module: nn.Module) -> nn.Module:
     return module
 
 
-def become_twin(part: nn.Module, slots: dict[str, int]) -> None:
+def make_population_layer(part: nn.Module, slots: dict[str, int]) -> None:
     kind = type(part)
     body: dict[str, Any] = {name: property(reader(index)) for name, index in slots.items()}
     body["trained"] = slots
@@ -123,7 +123,7 @@ class Work:
         self.tensors = [i for i, value in enumerate(self.given) if isinstance(value, torch.Tensor)]
         self.versions = [self.given[i]._version for i in self.tensors]
 
-    def __call__(self, after: After) -> Any:
+    def __call__(self, after: Epilogue) -> Any:
         shape_of_output: list[Any] = []
 
         def call(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
@@ -141,7 +141,7 @@ class Work:
             raise RuntimeError("the input of a layer was changed in place before its output was used")
         return [self.given[i] for i in self.tensors]
 
-    def call(self, inputs: list[torch.Tensor], batched: list[bool], after: After) -> Call:
+    def call(self, inputs: list[torch.Tensor], batched: list[bool], after: Epilogue) -> Call:
         def forward_of(member: int) -> Any:
             values = list(self.given)
             for i, x, has_members in zip(self.tensors, inputs, batched, strict=True):
@@ -157,10 +157,10 @@ class Chained:
     """A call of a linear layer on the output of another one, which never is in memory."""
 
     first: Pending
-    after: After  # of the first, when the second was called
+    after: Epilogue  # of the first, when the second was called
     second: Work
 
-    def __call__(self, after: After) -> Any:
+    def __call__(self, after: Epilogue) -> Any:
         if self.first.made is not None and self.first.after == self.after:  # by somebody else, in the meantime
             return replace(self.second, given=[self.first.made])(after)
         producer = self.first.work
@@ -212,7 +212,7 @@ def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
         if first is not None and rule is linear and first.made is None and isinstance(first.work, Work):
             producer = first.work
             if producer.rule is linear and takes_parts(producer.layer, first.after, layer, block):
-                return Pending.of(
+                return Pending.create(
                     Chained(first, first.after, Work(self, rule, layer, block, [], tree_flatten(((0,), {}))[1]))
                 )
         if kwargs:  # rules know arguments by their place
@@ -220,6 +220,6 @@ def forward_by(rule: Rule, layer: Layer) -> Callable[..., Any]:
             args, kwargs = bound.args[1:], bound.kwargs
         given, spec = tree_flatten(settled((args, kwargs)))
         work = Work(self, rule, layer, block, given, spec)
-        return Pending.of(work) if rule in LAZY else work(())
+        return Pending.create(work) if rule in LAZY else work(())
 
     return forward

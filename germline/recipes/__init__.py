@@ -12,14 +12,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from germline.errors import BadInput, unknown
-from germline.recipe import Recipe
+from germline.errors import BadInput, unknown_name
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
 from germline.recipes.hybrid_es import hybrid_es_convnet, hybrid_es_mnist
 from germline.recipes.mnist import mnist_conv, mnist_mlp
 from germline.recipes.nuclei import unet_nuclei
 from germline.recipes.pesgd import pesgd_mnist
+from germline.recipes.recipe import Recipe
 from germline.recipes.series import lstm_etth1, lstm_temperature
 from germline.recipes.threshold import threshold_digits
 from germline.strategies.settings import parse
@@ -60,11 +60,11 @@ def find(name: str) -> Maker:
         where, function = name.split(":", 1)
         importable(Path.cwd())
         return function_of(lambda: importlib.import_module(where), name, function)
-    raise unknown("recipe", name, RECIPES)
+    raise unknown_name("recipe", name, RECIPES)
 
 
 def load_file(file: Path) -> ModuleType:
-    """Under a name that no other module has; its neighbours can be imported."""
+    """Under a name that no other module has; its neighbors can be imported."""
     importable(file.parent)
     name = f"germline_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -100,7 +100,7 @@ def make(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
     values: dict[str, Any] = {"seed": seed} if "seed" in parameters else {}
     for key, text in settings.items():
         if key not in parameters:
-            raise unknown(f"setting of the recipe {name}", key, [p for p in parameters if p != "seed"])
+            raise unknown_name(f"setting of the recipe {name}", key, [p for p in parameters if p != "seed"])
         default = parameters[key].default
         usual = str if default in (None, inspect.Parameter.empty) else type(default)
         values[key] = parse(kinds.get(key, usual), f"recipe.{key}", text)

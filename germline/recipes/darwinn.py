@@ -16,9 +16,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import GIVEN, Missing, Splits, cifar10, mnist, synthetic
+from germline.data import GIVEN, MissingDataError, Splits, cifar10, mnist, synthetic
 from germline.errors import BadInput
-from germline.recipe import Recipe, seeded
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import SNES, Gradient, OpenAIES
 from germline.strategies.settings import check_choice
 
@@ -93,7 +93,7 @@ def found(name: str, shape: tuple[int, int, int], real: Callable[[], Splits], so
         return synthetic(shape)
     try:
         return real()
-    except Missing:
+    except MissingDataError:
         if source == "real":
             raise
         message = f"{name} is not here, so this run is on synthetic images of its shape; for the real ones {GIVEN}."

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from germline.data import digits as load
-from germline.recipe import Recipe, seeded
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import PSO, Gradient, OpenAIES
 
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from germline.data import mnist_of_hybrid_es
-from germline.recipe import Recipe, seeded
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import Gradient, HybridES
 
 EPOCHS = 30

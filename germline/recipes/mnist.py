@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from germline.data import mnist
-from germline.recipe import Recipe, seeded
-from germline.schedule import Schedule
+from germline.optim.schedules import Schedule
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import Gradient, OpenAIES
 from germline.strategies.settings import check_choice
 

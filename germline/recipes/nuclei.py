@@ -12,8 +12,8 @@ from torch import nn
 
 from germline.data import nuclei
 from germline.errors import BadInput
-from germline.recipe import Recipe, seeded
-from germline.schedule import Schedule
+from germline.optim.schedules import Schedule
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from germline.data import mnist
-from germline.recipe import Recipe, seeded
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import PESGD, Gradient
 
 

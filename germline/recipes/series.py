@@ -11,7 +11,7 @@ from torch import nn
 
 from germline.data import Splits, series, windows
 from germline.errors import BadInput
-from germline.recipe import Recipe, seeded
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 
 YEAR, MONTH = 365, 30 * 24  # days; hours

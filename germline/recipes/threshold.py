@@ -9,7 +9,7 @@ from torch import nn
 
 from germline.data import digits
 from germline.objective import accuracy
-from germline.recipe import Recipe, seeded
+from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PSO, SNES, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
 

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from germline.errors import unknown
+from germline.errors import unknown_name
 from germline.strategies.base import (
     AnyStrategy,
-    Apart,
     Candidates,
     Differentiating,
-    Origin,
+    GenerationInputs,
+    GenerationResult,
     Strategy,
-    Told,
+    UnsharedCandidates,
     cut,
     pack,
     unpack,
@@ -32,7 +32,7 @@ STRATEGIES: dict[str, type[Any]] = {
 def strategy_class(name: str) -> type[Any]:
     """The strategy of that name, or a sentence that names the nearest."""
     if name not in STRATEGIES:
-        raise unknown("strategy", name, STRATEGIES)
+        raise unknown_name("strategy", name, STRATEGIES)
     return STRATEGIES[name]
 
 
@@ -43,16 +43,16 @@ __all__ = [
     "SNES",
     "STRATEGIES",
     "AnyStrategy",
-    "Apart",
     "Candidates",
     "Differentiating",
+    "GenerationInputs",
+    "GenerationResult",
     "Gradient",
     "HybridES",
     "MuLambda",
     "OpenAIES",
-    "Origin",
     "Strategy",
-    "Told",
+    "UnsharedCandidates",
     "cut",
     "pack",
     "strategy_class",

@@ -20,27 +20,27 @@ from germline.noise import Field, Noise, Sigma, Span
 
 @dataclass(frozen=True)
 class Candidates:
-    """The members of a generation, as a description: centre + sigma * noise. Nothing of size P x M is built."""
+    """The members of a generation, as a description: center + sigma * noise. Nothing of size P x M is built."""
 
-    shared: ClassVar[bool] = True  # whether all members have one centre, which layers can make use of
+    shared: ClassVar[bool] = True  # whether all members have one center, which layers can make use of
 
     field: Field
     generation: int | torch.Tensor  # a tensor, and a sigma that changes, where a card launches what it has recorded
-    centre: torch.Tensor
+    center: torch.Tensor
     sigma: Sigma
 
     def weights(
         self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Parameters start:stop of some members: (members, parameters)."""
-        noise = self.field.members(members, self.generation, self.centre.device)
+        noise = self.field.members(members, self.generation, self.center.device)
         sigma = self.sigma[start:stop] if isinstance(self.sigma, torch.Tensor) else self.sigma
-        return noise.perturb(self.centre[start:stop], sigma, start=start, out=out)
+        return noise.perturb(self.center[start:stop], sigma, start=start, out=out)
 
 
 @dataclass(frozen=True)
-class Apart(Candidates):
-    """The same members, made as if they had no centre in common."""
+class UnsharedCandidates(Candidates):
+    """The same members, made as if they had no center in common."""
 
     shared: ClassVar[bool] = False
 
@@ -51,7 +51,7 @@ Make = Callable[[NDArray[np.int64], int, int], torch.Tensor]  # parameters low t
 
 @dataclass(frozen=True)
 class Offspring(Candidates):
-    """Members that have no centre in common: made of a State's arrays, those that are asked for."""
+    """Members that have no center in common: made of a State's arrays, those that are asked for."""
 
     shared: ClassVar[bool] = False
 
@@ -76,7 +76,7 @@ def offspring(
 
 
 @dataclass(frozen=True)
-class Told:
+class GenerationResult:
     """What is known of a generation once it has been evaluated; with it alone a State can be advanced."""
 
     generation: int
@@ -86,7 +86,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Origin:
+class GenerationInputs:
     """What candidates, gradients or lessons are made of: for a fleet whose other processes have to make them, too."""
 
     strategy: "Strategy[Any]"
@@ -95,7 +95,7 @@ class Origin:
     address: int  # generation at which noise is drawn
     values: Mapping[str, float]
     batch: int  # generation whose batch it is
-    judged: bool = False  # whether that is one of the dev set
+    on_dev: bool = False  # whether that is one of the dev set
     given: Any = None  # the batch itself, where it is of no data set that others have
 
 
@@ -120,7 +120,7 @@ class Strategy(Protocol[S]):
 
     def ask(self, state: S, field: Field, generation: int, values: Mapping[str, float]) -> Candidates: ...
 
-    def tell(self, state: S, told: Told, field: Field, *, maximize: bool, start: int = 0) -> S: ...
+    def tell(self, state: S, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> S: ...
 
 
 AnyStrategy = Strategy[Any]
@@ -137,9 +137,9 @@ class Differentiating(Protocol):
 
     def samples(self, generation: int) -> bool: ...
 
-    def informed(self, state: Any, gradient: torch.Tensor, generation: int, *, maximize: bool) -> Any: ...
+    def with_gradient(self, state: Any, gradient: torch.Tensor, generation: int, *, maximize: bool) -> Any: ...
 
-    def unshifted(
+    def reference_candidates(
         self, state: Any, field: Field, generation: int, values: Mapping[str, float]
     ) -> Candidates | None: ...
 
@@ -153,14 +153,14 @@ class Summed(Protocol[S]):
 
     def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor: ...
 
-    def step(self, state: S, sums: torch.Tensor, told: Told, field: Field, *, start: int = 0) -> S: ...
+    def step(self, state: S, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> S: ...
 
 
 def cut(state: Any, low: int, high: int) -> Any:
     """The columns low:high of a State: of the last axis of its arrays, which is that of the parameters."""
     if isinstance(state, torch.Tensor):
         return state[..., low:high] if state.dim() else state
-    if isinstance(state, dict):  # of a torch optimiser
+    if isinstance(state, dict):  # of a torch optimizer
         return {key: cut(value, low, high) for key, value in state.items()}
     if dataclasses.is_dataclass(state) and not isinstance(state, type):
         parts = {f.name: cut(getattr(state, f.name), low, high) for f in dataclasses.fields(state)}

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import WORD, Field, Kind, Noise, Stream, as_tensor, low_rank, rounded
-from germline.schedule import Scheduled, value_at
-from germline.shaping import best_first
-from germline.strategies.base import Candidates, Told, offspring
+from germline.noise import ADDRESS_LIMIT, Field, Kind, Noise, Stream, as_tensor, low_rank_matrices, round_to
+from germline.optim.schedules import Scheduled, value_at
+from germline.optim.shaping import rank_members
+from germline.strategies.base import Candidates, GenerationResult, offspring
 from germline.strategies.settings import check_choice, check_rate, rank_rules, ranks_of, setting
 
 
@@ -82,7 +82,9 @@ class GA:
         rank_rules(self.ranks)
 
     def field(self, seed: int, genome: Genome) -> Field:
-        return Field(seed, self.noise, matrices=low_rank(genome.shapes, ranks_of(genome, self.rank, self.ranks)))
+        return Field(
+            seed, self.noise, matrices=low_rank_matrices(genome.shapes, ranks_of(genome, self.rank, self.ranks))
+        )
 
     def init(self, theta: torch.Tensor) -> State:
         return State(theta[None], theta.numel())
@@ -127,15 +129,15 @@ class GA:
             cuts = as_tensor((points >> 8) * size >> 24, first.device)
             return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
         halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)
-        where = halves * rounded((1 + 2 * self.alpha) / 65536, first.dtype) - rounded(self.alpha, first.dtype)
+        where = halves * round_to((1 + 2 * self.alpha) / 65536, first.dtype) - round_to(self.alpha, first.dtype)
         return first + (second - first) * where
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        if not np.isfinite(told.scores).any():
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        if not np.isfinite(result.scores).any():
             return state
-        finite = int(np.isfinite(told.scores).sum())
-        best = best_first(told.scores, maximize=maximize)[: min(self.parents, finite)]
-        parents = self.members(state, field, told.generation, told.values["sigma"], best, start)
+        finite = int(np.isfinite(result.scores).sum())
+        best = rank_members(result.scores, maximize=maximize)[: min(self.parents, finite)]
+        parents = self.members(state, field, result.generation, result.values["sigma"], best, start)
         return State(parents, state.size)
 
 
@@ -150,4 +152,4 @@ def pairs_of(field: Field, generation: int, population: int, parents: int, conte
 @lru_cache(maxsize=4)
 def points_of(field: Field, generation: int, population: int) -> NDArray[np.int64]:
     """Where the parameters of each member's second parent begin, in parts of 2^32."""
-    return field.below(WORD, population, generation, Stream.CROSSOVER)
+    return field.below(ADDRESS_LIMIT, population, generation, Stream.CROSSOVER)

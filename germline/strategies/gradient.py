@@ -8,10 +8,10 @@ import torch
 
 from germline.genome import Genome
 from germline.noise import Field
-from germline.optim import Moments
-from germline.schedule import Scheduled
-from germline.strategies.base import Candidates, Told, Wire
-from germline.strategies.settings import check_choice, check_count, check_optimiser, optimiser_of, rate_at, setting
+from germline.optim.optimizers import Moments
+from germline.optim.schedules import Scheduled
+from germline.strategies.base import Candidates, GenerationResult, Wire
+from germline.strategies.settings import build_optimizer, check_choice, check_count, check_optimizer, rate_at, setting
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class State:
 
 @dataclass(frozen=True)
 class Gradient:
-    """Gradient descent by backprop with any optimiser.
+    """Gradient descent by backprop with any optimizer.
 
     >>> Gradient(lr=0.1, optimizer="torch.SGD").values(Gradient().init(torch.zeros(1)), generation=0)
     {'lr': 0.1}
@@ -33,11 +33,11 @@ class Gradient:
     asked: ClassVar[tuple[str, ...]] = ("theta",)
     population: ClassVar[int] = 1
 
-    lr: Scheduled = setting(0.003, "learning rate of the optimiser: a number or a schedule")
+    lr: Scheduled = setting(0.003, "learning rate of the optimizer: a number or a schedule")
     optimizer: str | Callable[..., Any] = setting(
         "adam", "adam, sgd, momentum, torch.NAME, or a function of parameters"
     )
-    scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimiser")
+    scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimizer")
     weight_decay: float = setting(0.0, "decoupled weight decay")
     slices: int = setting(4, "parts of a batch whose gradients are computed apart and summed in order")
     per_worker: bool = setting(
@@ -46,7 +46,7 @@ class Gradient:
     wire: Wire = setting("float32", "how gradients travel between processes: float32, bfloat16 or int8")
 
     def __post_init__(self) -> None:
-        check_optimiser(self)
+        check_optimizer(self)
         check_count("slices", self.slices)
         check_choice("wire", self.wire, get_args(Wire))
 
@@ -56,27 +56,29 @@ class Gradient:
     def samples(self, generation: int) -> bool:
         return False
 
-    def informed(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
+    def with_gradient(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
         return state
 
-    def unshifted(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates | None:
+    def reference_candidates(
+        self, state: State, field: Field, generation: int, values: Mapping[str, float]
+    ) -> Candidates | None:
         return None
 
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed)
 
     def init(self, theta: torch.Tensor) -> State:
-        return State(theta, optimiser_of(self).init(theta))
+        return State(theta, build_optimizer(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
-        return {"lr": rate_at(optimiser_of(self), self.lr, state.theta, state.moments, generation)}
+        return {"lr": rate_at(build_optimizer(self), self.lr, state.theta, state.moments, generation)}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, sigma=0.0)
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        if told.gradient is None or not bool(torch.isfinite(told.gradient).all()):
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        if result.gradient is None or not bool(torch.isfinite(result.gradient).all()):
             return state
-        gradient = -told.gradient if maximize else told.gradient
-        theta, moments = optimiser_of(self).step(state.theta, gradient, state.moments, told.values["lr"])
+        gradient = -result.gradient if maximize else result.gradient
+        theta, moments = build_optimizer(self).step(state.theta, gradient, state.moments, result.values["lr"])
         return State(theta, moments)

@@ -22,10 +22,10 @@ import torch
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Noise, Stream, rounded
-from germline.schedule import Scheduled, value_at
-from germline.shaping import best_first, goodness
-from germline.strategies.base import Candidates, Told, Wire
+from germline.noise import Field, Kind, Noise, Stream, round_to
+from germline.optim.schedules import Scheduled, value_at
+from germline.optim.shaping import goodness, rank_members
+from germline.strategies.base import Candidates, GenerationResult, Wire
 from germline.strategies.settings import check_choice, check_count, check_number, check_rate, setting
 
 Variant = Literal["algorithm2", "assisted", "fixed", "gated"]
@@ -103,7 +103,7 @@ class HybridES:
         if self.vectors is not None:
             object.__setattr__(self, "vectors", tuple((int(a), int(b)) for a, b in self.vectors))  # from a header
 
-    def laid_out(self, genome: Genome) -> "HybridES":
+    def bind(self, genome: Genome) -> "HybridES":
         """With the places of the parameters that are not matrices, which from then on are part of the run."""
         spans = [(slot.start, slot.stop) for slot in genome.slots if len(slot.shape) < 2]
         return self if self.vectors is not None else replace(self, vectors=tuple(spans))
@@ -138,7 +138,7 @@ class HybridES:
         known = {} if self.sigma == "auto" else {"sigma": self.sigma / self.examples * state.scale}
         return {"lr": rate} | known
 
-    def informed(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
+    def with_gradient(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
         """The State that knows a new gradient."""
         gradient = -gradient if maximize else gradient
         if self.base == "last":
@@ -147,7 +147,7 @@ class HybridES:
         if self.base == "slot":
             cache[generation % self.epoch] = gradient
         elif generation < self.epoch:
-            cache[0] += gradient * rounded(1 / self.epoch, cache.dtype)
+            cache[0] += gradient * round_to(1 / self.epoch, cache.dtype)
         return replace(state, direction=gradient, cache=cache)
 
     def shifted(self, state: State, generation: int) -> torch.Tensor:
@@ -162,7 +162,9 @@ class HybridES:
         sigma = self.masked(rate * self.spread(state, direction, values), field, generation, state.theta, 0)
         return Candidates(field, generation, self.stepped(state.theta, direction, values, 0), sigma)
 
-    def unshifted(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates | None:
+    def reference_candidates(
+        self, state: State, field: Field, generation: int, values: Mapping[str, float]
+    ) -> Candidates | None:
         """What samples are compared with, where they are compared with anything but each other."""
         if self.variant == "gated":
             return Candidates(field, generation, state.theta, 0.0)
@@ -170,34 +172,34 @@ class HybridES:
             return None
         return Candidates(field, generation, self.stepped(state.theta, self.shifted(state, generation), values, 0), 0.0)
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        generation, values, before = told.generation, told.values, state
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        generation, values, before = result.generation, result.values, state
         if self.differentiates(generation):
-            if told.gradient is None or not bool(torch.isfinite(told.gradient).all()):
+            if result.gradient is None or not bool(torch.isfinite(result.gradient).all()):
                 return before
-            state = self.informed(state, told.gradient, generation, maximize=maximize)
+            state = self.with_gradient(state, result.gradient, generation, maximize=maximize)
         direction = self.shifted(state, generation)
-        centre = self.stepped(state.theta, direction, values, start)
+        center = self.stepped(state.theta, direction, values, start)
         if not self.samples(generation):
-            return replace(state, theta=centre)
-        good = goodness(told.scores, maximize)
-        compared = told.scores.size > self.population  # the first is that of what is not shifted
+            return replace(state, theta=center)
+        good = goodness(result.scores, maximize)
+        compared = result.scores.size > self.population  # the first is that of what is not shifted
         if not np.isfinite(good[compared:]).any():
             return before
-        order = best_first(told.scores[compared:], maximize=maximize)
+        order = rank_members(result.scores[compared:], maximize=maximize)
         share = float((good[compared:] > good[0]).mean()) if compared else 1.0
         better, scale = share > 0, self.adapted(state.scale, share) if compared else state.scale
         if self.variant == "gated":
-            step = centre if better else torch.where(self.biases(state.theta, start), centre, state.theta)
+            step = center if better else torch.where(self.biases(state.theta, start), center, state.theta)
             return replace(state, theta=step, scale=scale)
         if not better and self.variant == "assisted":
-            return replace(state, theta=centre, scale=scale)
+            return replace(state, theta=center, scale=scale)
         spread, rate = self.spread(state, direction, values), self.rate(direction, values)
         chosen = order[: 1 if self.combine == "best" else -(-self.population // 2)]
         noise = field.members(chosen, generation, state.theta.device)
         theta, moved = (
             self.moved(array, noise, self.masked(by, field, generation, state.theta, start), start)
-            for array, by in ((centre, rate * spread), (direction, -spread))
+            for array, by in ((center, rate * spread), (direction, -spread))
         )
         carried = moved if self.variant == "algorithm2" and self.base == "last" else state.direction
         return replace(state, theta=theta, direction=carried, scale=scale)
@@ -208,10 +210,10 @@ class HybridES:
         self, theta: torch.Tensor, direction: torch.Tensor, values: Mapping[str, float], start: int
     ) -> torch.Tensor:
         """theta after a step without a shift."""
-        moved = theta - direction * rounded(self.rate(direction, values), theta.dtype)
+        moved = theta - direction * round_to(self.rate(direction, values), theta.dtype)
         if not self.weight_decay:
             return moved
-        decay = theta * rounded(values["lr"] * self.weight_decay, theta.dtype)
+        decay = theta * round_to(values["lr"] * self.weight_decay, theta.dtype)
         return moved - decay.masked_fill(self.biases(theta, start), 0.0)
 
     def rate(self, direction: torch.Tensor, values: Mapping[str, float]) -> float:
@@ -225,7 +227,7 @@ class HybridES:
             return values["sigma"]
         mean = float(direction.double().sum()) / direction.numel()
         variance = max(0.0, sum_of_squares(direction) / direction.numel() - mean * mean)
-        return rounded(math.sqrt(variance), torch.float32) * state.scale
+        return round_to(math.sqrt(variance), torch.float32) * state.scale
 
     def masked(
         self, sigma: float, field: Field, generation: int, theta: torch.Tensor, start: int
@@ -235,7 +237,7 @@ class HybridES:
             return sigma
         drawn = field.members([self.population], generation, theta.device)  # the number of no sample
         halves = drawn.halves((start, start + theta.numel()), Stream.COEFFICIENT)[0]
-        return (halves < round(self.fraction * 65536)).to(theta.dtype) * rounded(sigma, theta.dtype)
+        return (halves < round(self.fraction * 65536)).to(theta.dtype) * round_to(sigma, theta.dtype)
 
     def moved(self, array: torch.Tensor, noise: Noise, sigma: float | torch.Tensor, start: int) -> torch.Tensor:
         """An array shifted by the noise of one sample, or by the mean of that of several."""
@@ -243,7 +245,7 @@ class HybridES:
         if count == 1:
             return noise.perturb(array.contiguous(), sigma, start=start)[0]
         total = noise.weighted_sum(np.ones(count, np.int64), (start, start + array.numel()), array.dtype)
-        scale = sigma / count if isinstance(sigma, torch.Tensor) else rounded(sigma / count, array.dtype)
+        scale = sigma / count if isinstance(sigma, torch.Tensor) else round_to(sigma / count, array.dtype)
         return array + total * scale
 
     def biases(self, theta: torch.Tensor, start: int) -> torch.Tensor:

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Stream, as_tensor, low_rank, rounded
-from germline.optim import exponential
-from germline.shaping import best_first, goodness, mean_of_scores
-from germline.strategies.base import Candidates, Told, offspring
+from germline.noise import Field, Kind, Stream, as_tensor, low_rank_matrices, round_to
+from germline.optim.optimizers import exponential
+from germline.optim.shaping import goodness, mean_finite, rank_members
+from germline.strategies.base import Candidates, GenerationResult, offspring
 from germline.strategies.settings import check_choice, check_number, check_rate, rank_rules, ranks_of, setting
 
 STEP = 0.85  # by which the 1/5 rule changes sigma
@@ -94,7 +94,9 @@ class MuLambda:
         return self.population - (self.parents if self.plus and self.rescore else 0)
 
     def field(self, seed: int, genome: Genome) -> Field:
-        return Field(seed, self.noise, matrices=low_rank(genome.shapes, ranks_of(genome, self.rank, self.ranks)))
+        return Field(
+            seed, self.noise, matrices=low_rank_matrices(genome.shapes, ranks_of(genome, self.rank, self.ranks))
+        )
 
     def init(self, theta: torch.Tensor) -> State:
         return State(theta[None], (self.sigma,), (-math.inf,), theta.numel())
@@ -149,17 +151,17 @@ class MuLambda:
         normal = torch.from_numpy(normals(field, generation, self.children))
         return [float(sigma) for sigma in (mean * exponential(normal * tau)).float()]
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        if not np.isfinite(told.scores).any():
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        if not np.isfinite(result.scores).any():
             return state
-        generation, count, mu = told.generation, self.children, len(state.parents)
-        good = goodness(told.scores, maximize)
+        generation, count, mu = result.generation, self.children, len(state.parents)
+        good = goodness(result.scores, maximize)
         scores = good[:count]
         sigmas, numbers = self.step_sizes(state, field, generation), np.arange(count)
         if self.plus:
             old = good[count : count + mu] if self.rescore else self.drifted(state, good)
             scores, numbers = np.concatenate([old, scores]), np.concatenate([-1 - np.arange(mu), numbers])
-        best = best_first(scores, maximize=True)[: min(self.parents, int(np.isfinite(scores).sum()))]
+        best = rank_members(scores, maximize=True)[: min(self.parents, int(np.isfinite(scores).sum()))]
         chosen = numbers[best]
         everybody = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents stand behind the children
         parents = self.members(state, field, generation, sigmas, everybody, start)
@@ -170,7 +172,7 @@ class MuLambda:
 
     def drifted(self, state: State, good: NDArray[np.float32]) -> NDArray[np.float32]:
         """The parents' old scores, which drift towards the mean of the new ones."""
-        mean = mean_of_scores(good)
+        mean = mean_finite(good)
         return np.array([self.decay * old + (1 - self.decay) * mean for old in state.scores], np.float32)
 
     def by_success(self, state: State, good: NDArray[np.float32], field: Field, generation: int) -> float:
@@ -208,4 +210,4 @@ def mean_of(parents: torch.Tensor, chosen: NDArray[np.int64]) -> torch.Tensor:
     total = parents[as_tensor(chosen[:, 0], parents.device)]
     for column in range(1, chosen.shape[1]):
         total = total + parents[as_tensor(chosen[:, column], parents.device)]
-    return total * rounded(1 / chosen.shape[1], parents.dtype) if chosen.shape[1] > 1 else total
+    return total * round_to(1 / chosen.shape[1], parents.dtype) if chosen.shape[1] > 1 else total

@@ -1,6 +1,6 @@
 """OpenAI-ES: Salimans, Ho, Chen, Sidor, Sutskever, "Evolution Strategies as a Scalable Alternative to RL", 2017.
 
-    g = 1 / (P sigma) * sum of F_i z_i,        theta <- optimiser(theta, -g)
+    g = 1 / (P sigma) * sum of F_i z_i,        theta <- optimizer(theta, -g)
 
 with F the shaped scores and z the members' noise, mirrored.
 """
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Noise, Span, low_rank, rounded
-from germline.optim import Moments
-from germline.schedule import Scheduled, value_at
-from germline.shaping import Shaping, in_shards, unit, utilities
-from germline.strategies.base import Candidates, Told
+from germline.noise import Field, Kind, Noise, Span, low_rank_matrices, round_to
+from germline.optim.optimizers import Moments
+from germline.optim.schedules import Scheduled, value_at
+from germline.optim.shaping import Shaping, in_shards, utilities, utility_unit
+from germline.strategies.base import Candidates, GenerationResult
 from germline.strategies.settings import (
+    build_optimizer,
     check_choice,
-    check_optimiser,
+    check_optimizer,
     check_population,
     check_rate,
-    optimiser_of,
     rank_rules,
     ranks_of,
     rate_at,
@@ -41,7 +41,7 @@ class State:
 
 @dataclass(frozen=True)
 class OpenAIES:
-    """Evolution strategies with a fixed Gaussian-like search distribution and any optimiser.
+    """Evolution strategies with a fixed Gaussian-like search distribution and any optimizer.
 
     >>> strategy = OpenAIES(population=4, sigma=0.5, lr=0.1, optimizer="sgd")
     >>> state = strategy.init(torch.zeros(2))
@@ -55,7 +55,7 @@ class OpenAIES:
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: Scheduled | Literal["auto"] = setting(0.05, "standard deviation of the noise: a number, a schedule or auto")
-    lr: Scheduled = setting(0.02, "learning rate of the optimiser: a number or a schedule")
+    lr: Scheduled = setting(0.02, "learning rate of the optimizer: a number or a schedule")
     rank: int | None = setting(None, "rank of the noise of matrices; none is dense noise")
     ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
     mirrored: bool = setting(True, "members in pairs with opposite noise")
@@ -63,7 +63,7 @@ class OpenAIES:
     optimizer: str | Callable[..., Any] = setting(
         "adam", "adam, sgd, momentum, torch.NAME, or a function of parameters"
     )
-    scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimiser")
+    scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimizer")
     weight_decay: float = setting(0.0, "decoupled weight decay")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
     shards: int = setting(1, "equal parts of the population, each ranked by itself: semi-updates")
@@ -73,20 +73,20 @@ class OpenAIES:
         check_choice("shaping", self.shaping, ("ranks", "zscore"))
         if self.sigma != "auto":
             check_rate("sigma", self.sigma)
-        check_optimiser(self)
+        check_optimizer(self)
         rank_rules(self.ranks)
 
     def field(self, seed: int, genome: Genome) -> Field:
         ranks = ranks_of(genome, self.rank, self.ranks)
-        return Field(seed, self.noise, self.mirrored, low_rank(genome.shapes, ranks))
+        return Field(seed, self.noise, self.mirrored, low_rank_matrices(genome.shapes, ranks))
 
     def init(self, theta: torch.Tensor) -> State:
-        return State(theta, optimiser_of(self).init(theta))
+        return State(theta, build_optimizer(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
         if self.sigma == "auto":
             raise BadInput('sigma="auto" must be resolved by a probe before the first generation.')
-        rate = rate_at(optimiser_of(self), self.lr, state.theta, state.moments, generation)
+        rate = rate_at(build_optimizer(self), self.lr, state.theta, state.moments, generation)
         sigma = value_at(self.sigma, generation)
         check_rate("sigma", sigma)
         return {"sigma": sigma, "lr": rate}
@@ -94,13 +94,13 @@ class OpenAIES:
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, values["sigma"])
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        weights = self.weights(told.scores, maximize=maximize)
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        weights = self.weights(result.scores, maximize=maximize)
         if weights is None:  # nothing was learned: no step, no decay, no change of the moments
             return state
-        noise = field.members(range(self.population), told.generation, state.theta.device)
+        noise = field.members(range(self.population), result.generation, state.theta.device)
         span = (start, start + state.theta.numel())
-        return self.moved(state, noise.weighted_sum(weights, span, state.theta.dtype), told)
+        return self.moved(state, noise.weighted_sum(weights, span, state.theta.dtype), result)
 
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         return in_shards(scores, self.shards, lambda part: utilities(part, self.shaping, maximize=maximize))
@@ -108,12 +108,14 @@ class OpenAIES:
     def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
         return noise.exact_sum(weights, span)[None]
 
-    def step(self, state: State, sums: torch.Tensor, told: Told, field: Field, *, start: int = 0) -> State:
-        return self.moved(state, field.in_units(sums[0], (start, start + sums.shape[1]), state.theta.dtype), told)
+    def step(
+        self, state: State, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0
+    ) -> State:
+        return self.moved(state, field.to_units(sums[0], (start, start + sums.shape[1]), state.theta.dtype), result)
 
-    def moved(self, state: State, total: torch.Tensor, told: Told) -> State:
+    def moved(self, state: State, total: torch.Tensor, result: GenerationResult) -> State:
         """The State after a step along the sum of the members' noise, weighted by their utilities."""
-        scale = unit(self.shaping, self.population // self.shards) / (self.population * told.values["sigma"])
-        gradient = total * rounded(-scale, total.dtype)
-        theta, moments = optimiser_of(self).step(state.theta, gradient, state.moments, told.values["lr"])
+        scale = utility_unit(self.shaping, self.population // self.shards) / (self.population * result.values["sigma"])
+        gradient = total * round_to(-scale, total.dtype)
+        theta, moments = build_optimizer(self).step(state.theta, gradient, state.moments, result.values["lr"])
         return State(theta, moments)

@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Stream, rounded
-from germline.optim import Moments, TorchOptimiser
-from germline.schedule import Scheduled, value_at
-from germline.shaping import best_first, goodness
-from germline.strategies.base import Candidates, Offspring, Told
+from germline.noise import Field, Kind, Stream, round_to
+from germline.optim.optimizers import Moments, TorchOptimizer
+from germline.optim.schedules import Scheduled, value_at
+from germline.optim.shaping import goodness, rank_members
+from germline.strategies.base import Candidates, GenerationResult, Offspring
 from germline.strategies.settings import (
+    build_optimizer,
     check_choice,
     check_count,
     check_number,
-    check_optimiser,
+    check_optimizer,
     check_rate,
-    optimiser_of,
     setting,
 )
 
@@ -63,11 +63,11 @@ class PESGD:
 
     population: int = setting(4, "members that learn side by side")
     epochs: int = setting(1, "epochs of gradient descent between evolutions")
-    lr: Scheduled = setting(0.1, "learning rate of the optimiser: a number or a schedule, by generations")
+    lr: Scheduled = setting(0.1, "learning rate of the optimizer: a number or a schedule, by generations")
     optimizer: str | Callable[..., Any] = setting("sgd", "adam, sgd, momentum, torch.NAME, or a function of parameters")
-    scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimiser")
+    scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimizer")
     weight_decay: float = setting(0.0, "decoupled weight decay")
-    keep_moments: bool = setting(True, "whether the optimiser's moments outlive an evolution; children have a mother's")
+    keep_moments: bool = setting(True, "whether the optimizer's moments outlive an evolution; children have a mother's")
     workers_per_member: int = setting(1, "processes that share each batch of a member, cut into as many slices")
     parents: int | None = setting(None, "members that are selected and stay; none is half of them")
     selection: Literal["truncation", "tournament"] = setting("truncation", "of parents: the best, or winners of two")
@@ -84,7 +84,7 @@ class PESGD:
     layers: tuple[int, ...] | None = setting(None, "the number of the layer at each of the parameters' starts")
 
     def __post_init__(self) -> None:
-        check_optimiser(self)
+        check_optimizer(self)
         check_choice("selection", self.selection, ("truncation", "tournament"))
         check_choice("crossover", self.crossover, ("layer", "uniform", "average", "none"))
         check_choice("diversity", self.diversity, ("reset", "noise"))
@@ -97,8 +97,8 @@ class PESGD:
             raise BadInput(f"There must be from 1 to {self.population} parents, not {self.parents}.")
         if not 0 < self.mutation <= 1:
             raise BadInput(f"The part of the parameters that are mutated must be above 0, at most 1: {self.mutation}.")
-        if self.keep_moments and isinstance(optimiser_of(self), TorchOptimiser):
-            raise BadInput("The state of a torch optimiser cannot be kept over an evolution: say keep_moments=false.")
+        if self.keep_moments and isinstance(build_optimizer(self), TorchOptimizer):
+            raise BadInput("The state of a torch optimizer cannot be kept over an evolution: say keep_moments=false.")
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(int(i) for i in self.layers))  # from a header
 
@@ -114,10 +114,10 @@ class PESGD:
     @property
     def kept_arrays(self) -> list[str]:
         """The moments that outlive an evolution."""
-        moments = optimiser_of(self).init(torch.zeros(1)) if self.keep_moments else Moments()
+        moments = build_optimizer(self).init(torch.zeros(1)) if self.keep_moments else Moments()
         return [name for name in ("first", "second") if getattr(moments, name) is not None]
 
-    def laid_out(self, genome: Genome) -> "PESGD":
+    def bind(self, genome: Genome) -> "PESGD":
         """With the first parameter of each layer, which from then on is part of the run."""
         if self.layers is not None:
             return self
@@ -153,9 +153,9 @@ class PESGD:
     # Learning
 
     def moments(self, state: State, row: int) -> Moments:
-        """What the optimiser remembers of a member."""
+        """What the optimizer remembers of a member."""
         if not self.keep_moments:
-            return optimiser_of(self).init(state.members[row])
+            return build_optimizer(self).init(state.members[row])
         arrays = {name: getattr(state, name)[row] for name in self.kept_arrays}
         return Moments(**arrays, power1=state.power1, power2=state.power2)
 
@@ -169,16 +169,16 @@ class PESGD:
 
     # Evolution
 
-    def evolution(self, told: Told, field: Field, *, maximize: bool) -> list[Child]:
+    def evolution(self, result: GenerationResult, field: Field, *, maximize: bool) -> list[Child]:
         """Who is replaced, and by whose child; the parents, who stay, are all others."""
-        order = best_first(told.scores, maximize=maximize)
+        order = rank_members(result.scores, maximize=maximize)
         chosen = order[: self.parents_kept]
         if self.selection == "tournament":
-            drawn = field.below(self.population, 2 * self.parents_kept, told.generation, Stream.SELECTION, member=1)
+            drawn = field.below(self.population, 2 * self.parents_kept, result.generation, Stream.SELECTION, member=1)
             place = np.argsort(order)  # of each member among all
             winners = np.where(place[drawn[::2]] <= place[drawn[1::2]], drawn[::2], drawn[1::2])
             chosen = np.array(sorted({int(order[0]), *map(int, winners)}, key=lambda k: int(place[k])))
-        mates = field.below(len(chosen), 2 * self.population, told.generation, Stream.SELECTION)
+        mates = field.below(len(chosen), 2 * self.population, result.generation, Stream.SELECTION)
         staying = set(map(int, chosen))
         return [
             Child(k, int(chosen[mates[2 * k]]), int(chosen[mates[2 * k + 1]]))
@@ -186,25 +186,25 @@ class PESGD:
             if k not in staying
         ]
 
-    def improved(self, state: State, told: Told, *, maximize: bool) -> tuple[int, float] | None:
+    def improved(self, state: State, result: GenerationResult, *, maximize: bool) -> tuple[int, float] | None:
         """The best member and how good it is, if it is better than any before."""
-        good = goodness(told.scores, maximize)
-        best = int(best_first(told.scores, maximize=maximize)[0])
+        good = goodness(result.scores, maximize)
+        best = int(rank_members(result.scores, maximize=maximize)[0])
         if not np.isfinite(good[best]) or (state.best is not None and float(good[best]) <= state.best):
             return None
         return best, float(good[best])
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
         """Of members that have learned: the next population."""
-        if not np.isfinite(told.scores).any():
+        if not np.isfinite(result.scores).any():
             return state
-        found = self.improved(state, told, maximize=maximize)
+        found = self.improved(state, result, maximize=maximize)
         if found is not None:
             state = replace(state, theta=state.members[found[0]].clone(), best=found[1])
-        children = self.evolution(told, field, maximize=maximize)
+        children = self.evolution(result, field, maximize=maximize)
         mine = list(range(self.population))
         rows = lambda k, name="members": getattr(state, name)[k]  # noqa: E731
-        return self.bred(state, children, mine, rows, field, told.generation, start)
+        return self.bred(state, children, mine, rows, field, result.generation, start)
 
     def bred(
         self,
@@ -232,7 +232,7 @@ class PESGD:
         noise, span = field.members([child.place], generation, mother.device), (start, start + size)
         made = mother
         if self.crossover == "average":
-            made = (mother + father) * rounded(0.5, mother.dtype)
+            made = (mother + father) * round_to(0.5, mother.dtype)
         elif self.crossover == "uniform":
             made = torch.where(noise.bits(span, Stream.CROSSOVER)[0], mother, father)
         elif self.crossover == "layer":

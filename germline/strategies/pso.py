@@ -1,8 +1,8 @@
-"""Particle swarm optimisation: Kennedy, Eberhart 1995; inertia: Shi, Eberhart 1998; constriction: Clerc, Kennedy 2002.
+"""Particle swarm optimization: Kennedy, Eberhart 1995; inertia: Shi, Eberhart 1998; constriction: Clerc, Kennedy 2002.
 
-    v <- w v + c1 r1 (own best - x) + c2 r2 (best of the neighbours - x),     x <- x + v
+    v <- w v + c1 r1 (own best - x) + c2 r2 (best of the neighbors - x),     x <- x + v
 
-with r1 and r2 from 0 to 1, drawn for each parameter. The neighbours are all (global), or one to each side (ring). The
+with r1 and r2 from 0 to 1, drawn for each parameter. The neighbors are all (global), or one to each side (ring). The
 usual w = 0.7298 and c1 = c2 = 1.49618 are Clerc's constriction of 2.05 + 2.05.
 
 The first generation is the user's own weights, member 0, and others around them. On changing batches old scores cannot
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Stream, as_tensor, rounded
-from germline.schedule import Scheduled, value_at
-from germline.shaping import goodness, mean_of_scores
-from germline.strategies.base import Candidates, Told, offspring
+from germline.noise import Field, Kind, Stream, as_tensor, round_to
+from germline.optim.schedules import Scheduled, value_at
+from germline.optim.shaping import goodness, mean_finite
+from germline.strategies.base import Candidates, GenerationResult, offspring
 from germline.strategies.settings import check_choice, check_number, check_rate, setting
 
 
@@ -59,11 +59,11 @@ class PSO:
 
     population: int = setting(64, "particles")
     topology: Literal["global", "ring"] = setting(
-        "global", "whose best attracts a particle: everybody's, or its neighbours'"
+        "global", "whose best attracts a particle: everybody's, or its neighbors'"
     )
     inertia: Scheduled = setting(0.7298, "w, what is left of a velocity: a number or a schedule")
     own: float = setting(1.49618, "c1, the pull of a particle's own best")
-    others: float = setting(1.49618, "c2, the pull of its neighbours' best")
+    others: float = setting(1.49618, "c2, the pull of its neighbors' best")
     sigma: float = setting(0.1, "spread of the first swarm around the initial weights")
     clamp: float = setting(0.5, "the largest velocity of a parameter")
     decay: float = setting(1.0, "what is left of an old score in each generation; 1 where scores can be compared")
@@ -110,24 +110,26 @@ class PSO:
         made[as_tensor(np.flatnonzero(members == 0), made.device)] = state.start
         return made
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        if not np.isfinite(told.scores).any():
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        if not np.isfinite(result.scores).any():
             return state
         everybody, device = np.arange(self.population), state.start.device
-        x = self.members(state, field, told.generation, everybody, start)
-        new = goodness(told.scores, maximize)
+        x = self.members(state, field, result.generation, everybody, start)
+        new = goodness(result.scores, maximize)
         old = self.drifted(state, new)
         better = as_tensor(new > old, device)
         bests = x if state.bests is None else torch.where(better[:, None], x, state.bests)
         good = np.maximum(new, old)
         leader = int(good.argmax())
         velocities = torch.zeros_like(x) if state.velocities is None else state.velocities
-        noise, span, dtype = field.members(everybody, told.generation, device), (start, start + x.shape[1]), x.dtype
-        pulls = noise.halves(span, Stream.COEFFICIENT).to(dtype) * rounded(self.own / 65536, dtype) * (bests - x)
-        led = bests[leader] if self.topology == "global" else bests[as_tensor(neighbours(good), device)]
-        pulls = pulls + noise.halves(span, Stream.CROSSOVER).to(dtype) * rounded(self.others / 65536, dtype) * (led - x)
-        limit = rounded(self.clamp, dtype)
-        velocities = (velocities * rounded(told.values["inertia"], dtype) + pulls).clamp_(-limit, limit)
+        noise, span, dtype = field.members(everybody, result.generation, device), (start, start + x.shape[1]), x.dtype
+        pulls = noise.halves(span, Stream.COEFFICIENT).to(dtype) * round_to(self.own / 65536, dtype) * (bests - x)
+        led = bests[leader] if self.topology == "global" else bests[as_tensor(neighbors(good), device)]
+        pulls = pulls + noise.halves(span, Stream.CROSSOVER).to(dtype) * round_to(self.others / 65536, dtype) * (
+            led - x
+        )
+        limit = round_to(self.clamp, dtype)
+        velocities = (velocities * round_to(result.values["inertia"], dtype) + pulls).clamp_(-limit, limit)
         scores, best = tuple(good.tolist()), bests[leader].clone()
         return State(state.start, x + velocities, velocities, bests, scores, leader, best)
 
@@ -135,12 +137,12 @@ class PSO:
         """The particles' best scores, which drift towards the mean of the new ones."""
         if not state.scores:
             return np.full(self.population, -np.inf, np.float32)
-        mean = mean_of_scores(good)
+        mean = mean_finite(good)
         drift = [self.decay * old + (1 - self.decay) * mean if math.isfinite(old) else old for old in state.scores]
         return np.array(drift, np.float32)
 
 
-def neighbours(good: NDArray[np.float32]) -> NDArray[np.int64]:
+def neighbors(good: NDArray[np.float32]) -> NDArray[np.int64]:
     """The best of a particle and the ones beside it, in a ring."""
     numbers = np.arange(good.size)
     three = np.stack([numbers, np.roll(numbers, 1), np.roll(numbers, -1)])

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from germline.errors import BadInput, unknown
+from germline.errors import BadInput, unknown_name
 from germline.genome import Genome
-from germline.optim import SGD, Adam, Moments, Optimiser, TorchOptimiser
-from germline.schedule import Schedule, Scheduled, value_at
+from germline.optim.optimizers import SGD, Adam, Moments, Optimizer, TorchOptimizer
+from germline.optim.schedules import Schedule, Scheduled, value_at
 
 
 def setting(default: Any, meaning: str) -> Any:
@@ -20,53 +20,53 @@ def setting(default: Any, meaning: str) -> Any:
     return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
-def optimiser_of(strategy: Any) -> Optimiser:
+def build_optimizer(strategy: Any) -> Optimizer:
     """adam, sgd and momentum are this package's own, exact ones; torch.NAME and functions are torch's."""
     choice, scheduler, weight_decay = strategy.optimizer, strategy.scheduler, strategy.weight_decay
     if callable(choice):
         if weight_decay:
-            raise BadInput("A function that makes an optimiser gives it its weight decay too: leave weight_decay at 0.")
-        return TorchOptimiser(choice, scheduler, own_rate=True)
+            raise BadInput("A function that makes an optimizer gives it its weight decay too: leave weight_decay at 0.")
+        return TorchOptimizer(choice, scheduler, own_rate=True)
     if choice.startswith("torch."):
         names = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
         if choice.removeprefix("torch.") not in names:
-            raise unknown("optimiser", choice, [f"torch.{n}" for n in names])
+            raise unknown_name("optimizer", choice, [f"torch.{n}" for n in names])
         factory = getattr(torch.optim, choice.removeprefix("torch."))
         settings = {"lr": value_at(strategy.lr, 0)} | ({"weight_decay": weight_decay} if weight_decay else {})
-        return TorchOptimiser(lambda parameters: factory(parameters, **settings), scheduler)
+        return TorchOptimizer(lambda parameters: factory(parameters, **settings), scheduler)
     if scheduler is not None:
         raise BadInput(
-            f"A torch scheduler needs a torch optimiser, and {choice!r} is not one: give lr a schedule instead."
+            f"A torch scheduler needs a torch optimizer, and {choice!r} is not one: give lr a schedule instead."
         )
-    own: dict[str, Optimiser] = {
+    own: dict[str, Optimizer] = {
         "adam": Adam(weight_decay=weight_decay),
         "sgd": SGD(weight_decay=weight_decay),
         "momentum": SGD(momentum=0.9, weight_decay=weight_decay),
     }
     if choice not in own:
-        raise unknown("optimiser", choice, [*own, "torch.NAME"])
+        raise unknown_name("optimizer", choice, [*own, "torch.NAME"])
     return own[choice]
 
 
-def check_optimiser(strategy: Any) -> None:
-    """Settings of the optimiser, tried on two numbers, so that what torch cannot do is said before a run starts."""
+def check_optimizer(strategy: Any) -> None:
+    """Settings of the optimizer, tried on two numbers, so that what torch cannot do is said before a run starts."""
     check_rate("lr", strategy.lr, zero=True)
     check_rate("weight_decay", strategy.weight_decay, zero=True)
-    optimiser = optimiser_of(strategy)
-    if not isinstance(optimiser, TorchOptimiser):
+    optimizer = build_optimizer(strategy)
+    if not isinstance(optimizer, TorchOptimizer):
         return
     try:
         theta, moments = torch.zeros(2), Moments()
         for _ in range(2):
-            theta, moments = optimiser.step(theta, torch.ones(2), moments, 0.1)
+            theta, moments = optimizer.step(theta, torch.ones(2), moments, 0.1)
     except Exception as error:
         what = strategy.optimizer if isinstance(strategy.optimizer, str) else "the function given as optimizer"
         raise BadInput(f"{what} cannot step a vector of parameters by a gradient: {error}") from error
 
 
-def rate_at(optimiser: Optimiser, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int) -> float:
+def rate_at(optimizer: Optimizer, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int) -> float:
     """The learning rate of a generation: that of torch's scheduler where there is one."""
-    rate = optimiser.rate(theta, moments) if isinstance(optimiser, TorchOptimiser) else None
+    rate = optimizer.rate(theta, moments) if isinstance(optimizer, TorchOptimizer) else None
     rate = value_at(lr, generation) if rate is None else rate
     check_rate("lr", rate, zero=True)
     return rate
@@ -85,7 +85,7 @@ def check_population(population: int, mirrored: bool, shards: int) -> None:
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise unknown(name, value, choices)
+        raise unknown_name(name, value, choices)
 
 
 def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
@@ -129,7 +129,7 @@ def ranks_of(genome: Genome, rank: int | None, ranks: str) -> list[int | None]:
     for pattern, own in rank_rules(ranks):
         matching = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matching:
-            raise unknown("parameter", pattern, names)
+            raise unknown_name("parameter", pattern, names)
         for i in matching:
             found[i] = own
     return found

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Noise, Span, rounded
-from germline.optim import exponential
-from germline.schedule import Scheduled, value_at
-from germline.shaping import by_rank, finite, in_shards
-from germline.strategies.base import Candidates, Told
+from germline.noise import Field, Kind, Noise, Span, round_to
+from germline.optim.optimizers import exponential
+from germline.optim.schedules import Scheduled, value_at
+from germline.optim.shaping import any_finite, in_shards, utilities_by_rank
+from germline.strategies.base import Candidates, GenerationResult
 from germline.strategies.settings import check_number, check_population, check_rate, setting
 
 ONE = 1 << 20  # utilities are counted in units of 2^-20
@@ -38,7 +38,7 @@ class State:
 class SNES:
     """Separable natural evolution strategies: a mean and a step size for each parameter.
 
-    >>> SNES(population=4, sigma=0.5).resolved(100).utilities
+    >>> SNES(population=4, sigma=0.5).bind(Genome.from_module(torch.nn.Linear(9, 10))).utilities
     (503760, 20528, -262144, -262144)
     """
 
@@ -70,9 +70,9 @@ class SNES:
         if self.utilities is not None and len(self.utilities) != ranked:
             raise BadInput(f"There must be one utility for each of the {ranked} members that are ranked together.")
 
-    def resolved(self, parameters: int) -> "SNES":
+    def bind(self, genome: Genome) -> "SNES":
         """With the published constants for so many parameters, which from then on are part of the run."""
-        usual = (3 + math.log(parameters)) / (5 * math.sqrt(parameters))
+        usual = (3 + math.log(genome.size)) / (5 * math.sqrt(genome.size))
         strategy = self if self.lr_sigma is not None else replace(self, lr_sigma=usual)
         if self.utilities is not None:
             return strategy
@@ -88,7 +88,7 @@ class SNES:
         return State(theta, torch.full_like(theta, self.sigma))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
-        assert self.lr_sigma is not None, "see resolved"
+        assert self.lr_sigma is not None, "see bind"
         rates = {"lr": value_at(self.lr, generation), "lr_sigma": value_at(self.lr_sigma, generation)}
         for name, rate in rates.items():
             check_rate(name, rate, zero=True)
@@ -97,28 +97,32 @@ class SNES:
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, state.sigma)
 
-    def tell(self, state: State, told: Told, field: Field, *, maximize: bool, start: int = 0) -> State:
-        weights = self.weights(told.scores, maximize=maximize)
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        weights = self.weights(result.scores, maximize=maximize)
         if weights is None:
             return state
-        noise = field.members(range(self.population), told.generation, state.theta.device)
+        noise = field.members(range(self.population), result.generation, state.theta.device)
         sums = self.sums(noise, weights, (start, start + state.theta.numel()))
-        return self.step(state, sums, told, field, start=start)
+        return self.step(state, sums, result, field, start=start)
 
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
-        assert self.utilities is not None, "see resolved"
+        assert self.utilities is not None, "see bind"
         table = self.utilities
         return in_shards(
-            scores, self.shards, lambda part: by_rank(part, table, maximize=maximize) if finite(part) else None
+            scores,
+            self.shards,
+            lambda part: utilities_by_rank(part, table, maximize=maximize) if any_finite(part) else None,
         )
 
     def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
         first, second = noise.accumulate(weights, span), noise.accumulate(weights, span, power=2)
         return torch.stack([first.to(second.dtype), second])
 
-    def step(self, state: State, sums: torch.Tensor, told: Told, field: Field, *, start: int = 0) -> State:
+    def step(
+        self, state: State, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0
+    ) -> State:
         unit, dtype, whole = field.unit(None), state.theta.dtype, ONE * self.shards
-        first_order = sums[0].to(dtype) * rounded(unit * told.values["lr"] / whole, dtype)
-        rate = rounded(unit * unit * told.values["lr_sigma"] / (2 * whole), dtype)
+        first_order = sums[0].to(dtype) * round_to(unit * result.values["lr"] / whole, dtype)
+        rate = round_to(unit * unit * result.values["lr_sigma"] / (2 * whole), dtype)
         second_order = sums[1].to(dtype) * rate
         return State(state.theta + state.sigma * first_order, state.sigma * exponential(second_order))

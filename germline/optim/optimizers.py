@@ -1,4 +1,4 @@
-"""Element-wise optimisers and an exponential with a written order of operations: the same bits on CPU and CUDA.
+"""Element-wise optimizers and an exponential with a written order of operations: the same bits on CPU and CUDA.
 
 Only operations whose result IEEE 754 fixes are used, each as its own step: ``+ - *`` of tensors and of scalars that fit
 the tensor's type, tensor / tensor, comparisons, conversions, and a correctly rounded square root (on the CPU torch's is
@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from germline.kernels import home, kernels_of
-from germline.noise import rounded
+from germline.kernels import kernel_device, kernels_for
+from germline.noise import round_to
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What an optimiser remembers between steps; arrays have one element per parameter."""
+    """What an optimizer remembers between steps; arrays have one element per parameter."""
 
     first: torch.Tensor | None = None
     second: torch.Tensor | None = None
     power1: float = 1.0  # beta1^t and beta2^t, as running products
     power2: float = 1.0
-    foreign: dict[str, Any] = field(default_factory=dict)  # the state of a torch.optim optimiser and its scheduler
+    foreign: dict[str, Any] = field(default_factory=dict)  # the state of a torch.optim optimizer and its scheduler
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class SGD:
         theta = decay(theta, rate * self.weight_decay)
         if self.momentum:
             assert moments.first is not None, "momentum needs the moments that init gives"
-            gradient = moments.first * rounded(self.momentum, theta.dtype) + gradient
+            gradient = moments.first * round_to(self.momentum, theta.dtype) + gradient
             moments = Moments(first=gradient)
-        return theta - gradient * rounded(rate, theta.dtype), moments
+        return theta - gradient * round_to(rate, theta.dtype), moments
 
 
 @dataclass(frozen=True)
@@ -86,29 +86,29 @@ class Adam:
         dtype = theta.dtype
         power1, power2 = moments.power1 * self.beta1, moments.power2 * self.beta2
         corrected, correction = rate / (1 - power1), 1 / math.sqrt(1 - power2)
-        if home(theta.device).type == "cuda" and dtype == torch.float32:
+        if kernel_device(theta.device).type == "cuda" and dtype == torch.float32:
             betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
             values = (rate * self.weight_decay, *betas, corrected, correction, self.eps)
-            scalars = tuple(rounded(value, dtype) for value in values)
-            made = kernels_of(theta.device).adam(theta, moments.first, moments.second, gradient, scalars)
+            scalars = tuple(round_to(value, dtype) for value in values)
+            made = kernels_for(theta.device).adam(theta, moments.first, moments.second, gradient, scalars)
             return made[0], Moments(made[1], made[2], power1, power2)
         theta = decay(theta, rate * self.weight_decay)
-        first = moments.first * rounded(self.beta1, dtype) + gradient * rounded(1 - self.beta1, dtype)
-        second = moments.second * rounded(self.beta2, dtype) + (gradient * gradient) * rounded(1 - self.beta2, dtype)
-        step = first * rounded(corrected, dtype)
-        scale = square_root(second) * rounded(correction, dtype) + rounded(self.eps, dtype)
+        first = moments.first * round_to(self.beta1, dtype) + gradient * round_to(1 - self.beta1, dtype)
+        second = moments.second * round_to(self.beta2, dtype) + (gradient * gradient) * round_to(1 - self.beta2, dtype)
+        step = first * round_to(corrected, dtype)
+        scale = square_root(second) * round_to(correction, dtype) + round_to(self.eps, dtype)
         return theta - step / scale, Moments(first, second, power1, power2)
 
 
 @dataclass(frozen=True)
-class TorchOptimiser:
-    """Any ``torch.optim`` optimiser, and a scheduler of its learning rate, given by the functions that make them.
+class TorchOptimizer:
+    """Any ``torch.optim`` optimizer, and a scheduler of its learning rate, given by the functions that make them.
 
     Without a scheduler the learning rate is the strategy's, unless ``own_rate``: then it is what ``make`` gave it. The
     step is torch's: its bits are those of one kind of device.
 
-    >>> optimiser = TorchOptimiser(torch.optim.SGD)
-    >>> theta, _ = optimiser.step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)
+    >>> optimizer = TorchOptimizer(torch.optim.SGD)
+    >>> theta, _ = optimizer.step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)
     >>> theta.tolist()
     [0.75, 2.5]
     """
@@ -124,17 +124,17 @@ class TorchOptimiser:
         self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
     ) -> tuple[torch.Tensor, Moments]:
         parameter = torch.nn.Parameter(theta.clone())
-        optimiser, scheduler = self._made(parameter, moments)
+        optimizer, scheduler = self._made(parameter, moments)
         if scheduler is None and not self.own_rate:
-            for group in optimiser.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = rate
         parameter.grad = gradient
-        optimiser.step()
+        optimizer.step()
         foreign = {}
         if scheduler is not None:
             scheduler.step()
             foreign["scheduler"] = scheduler.state_dict()
-        return parameter.detach(), Moments(foreign=foreign | {"optimizer": optimiser.state_dict()})
+        return parameter.detach(), Moments(foreign=foreign | {"optimizer": optimizer.state_dict()})
 
     def rate(self, theta: torch.Tensor, moments: Moments) -> float | None:
         """The learning rate of the next step, where torch decides it."""
@@ -142,25 +142,25 @@ class TorchOptimiser:
             return None
         if moments.foreign:
             return float(moments.foreign["optimizer"]["param_groups"][0]["lr"])
-        optimiser, _ = self._made(torch.nn.Parameter(theta), moments)
-        return float(optimiser.param_groups[0]["lr"])
+        optimizer, _ = self._made(torch.nn.Parameter(theta), moments)
+        return float(optimizer.param_groups[0]["lr"])
 
     def _made(self, parameter: torch.nn.Parameter, moments: Moments) -> tuple[torch.optim.Optimizer, Any]:
-        optimiser = self.make([parameter])
-        scheduler = self.make_scheduler(optimiser) if self.make_scheduler else None
+        optimizer = self.make([parameter])
+        scheduler = self.make_scheduler(optimizer) if self.make_scheduler else None
         if moments.foreign:
             state = copy.deepcopy(moments.foreign)  # torch takes what it is given and changes it in place
-            optimiser.load_state_dict(state["optimizer"])
+            optimizer.load_state_dict(state["optimizer"])
             if scheduler is not None:
                 scheduler.load_state_dict(state["scheduler"])
-        return optimiser, scheduler
+        return optimizer, scheduler
 
 
-Optimiser = SGD | Adam | TorchOptimiser
+Optimizer = SGD | Adam | TorchOptimizer
 
 
 def decay(theta: torch.Tensor, amount: float) -> torch.Tensor:
-    return theta - theta * rounded(amount, theta.dtype) if amount else theta
+    return theta - theta * round_to(amount, theta.dtype) if amount else theta
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
@@ -187,13 +187,13 @@ def exponential(x: torch.Tensor) -> torch.Tensor:
     )
     to_integer = 1.5 * 2.0**23 if single else 1.5 * 2.0**52  # adding it rounds to an integer
     x = torch.clamp(x, low, high)
-    n = (x * rounded(1.4426950408889634, x.dtype) + to_integer) - to_integer
-    r = (x - n * rounded(ln2_high, x.dtype)) - n * rounded(ln2_low, x.dtype)
-    p = torch.full_like(x, rounded(1 / math.factorial(degree), x.dtype))
+    n = (x * round_to(1.4426950408889634, x.dtype) + to_integer) - to_integer
+    r = (x - n * round_to(ln2_high, x.dtype)) - n * round_to(ln2_low, x.dtype)
+    p = torch.full_like(x, round_to(1 / math.factorial(degree), x.dtype))
     for k in range(degree - 1, -1, -1):
-        p = p * r + rounded(1 / math.factorial(k), x.dtype)
+        p = p * r + round_to(1 / math.factorial(k), x.dtype)
     bits, bias, shift = (torch.int32, 127, 23) if single else (torch.int64, 1023, 52)
     return p * ((n.to(bits) + bias) << shift).view(x.dtype)
 
 
-__all__ = ["SGD", "Adam", "Moments", "Optimiser", "TorchOptimiser", "exponential", "square_root"]
+__all__ = ["SGD", "Adam", "Moments", "Optimizer", "TorchOptimizer", "exponential", "square_root"]

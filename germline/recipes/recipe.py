@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from germline.errors import BadInput
-from germline.objective import Data, Metric, Objective, objective_of
+from germline.objective import Data, Metric, Objective, build_objective
 from germline.population import DType
 from germline.strategies import AnyStrategy, OpenAIES
 from germline.strategies.settings import check_choice
@@ -19,7 +19,7 @@ from germline.strategies.settings import check_choice
 class Recipe:
     """A model, its data, what is wanted of it, and how to train it.
 
-    Give one of ``loss`` (minimised), ``score`` (maximised) and ``objective`` (a function of the model). A function that
+    Give one of ``loss`` (minimized), ``score`` (maximized) and ``objective`` (a function of the model). A function that
     returns a Recipe can be given to ``germline train`` as FILE.py or module:function; its keyword arguments are the
     recipe's settings.
 
@@ -57,10 +57,10 @@ class Recipe:
 
     def splits(self) -> dict[str, Data]:
         named = {"train": self.data, "dev": self.dev, "test": self.test}
-        return {name: Data.of(source, name) for name, source in named.items() if source is not None}
+        return {name: Data.from_source(source, name) for name, source in named.items() if source is not None}
 
     def goal(self) -> Objective:
-        return objective_of(self.loss, self.score, self.objective, self.maximize, self.metrics)
+        return build_objective(self.loss, self.score, self.objective, self.maximize, self.metrics)
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:

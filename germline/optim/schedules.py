@@ -1,4 +1,4 @@
-"""Settings that change over the generations. Their values are journalled, so that a replay needs no schedule."""
+"""Settings that change over the generations. Their values are journaled, so that a replay needs no schedule."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from germline.errors import BadInput, unknown
+from germline.errors import BadInput, unknown_name
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.shape not in ("linear", "cosine", "exponential"):
-            raise unknown("schedule", self.shape, ("linear", "cosine", "exponential"))
+            raise unknown_name("schedule", self.shape, ("linear", "cosine", "exponential"))
         if self.generations < 1:
             raise BadInput(f"A schedule must last at least one generation, not {self.generations}.")
         if self.shape == "exponential" and not (self.start > 0 and self.stop > 0):

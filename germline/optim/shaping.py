@@ -18,7 +18,7 @@ CLIP = 8 * ONE
 
 def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDArray[np.int64] | None:
     """One integer per member, or None where no score is finite and a generation has nothing to say."""
-    if not finite(scores):
+    if not any_finite(scores):
         return None
     return ranks(scores, maximize=maximize) if shaping == "ranks" else zscores(scores, maximize=maximize)
 
@@ -35,13 +35,13 @@ def in_shards(
     return np.concatenate([silent if weights is None else weights for weights in found])
 
 
-def finite(scores: NDArray[Any]) -> bool:
+def any_finite(scores: NDArray[Any]) -> bool:
     """Whether any of them says something."""
     return bool(np.isfinite(single(scores)).any())
 
 
-def unit(shaping: Shaping, population: int) -> float:
-    """What one utility is worth: centred ranks span -1/2 to 1/2, z-scores have variance 1."""
+def utility_unit(shaping: Shaping, population: int) -> float:
+    """What one utility is worth: centerd ranks span -1/2 to 1/2, z-scores have variance 1."""
     return 1 / (2 * (population - 1)) if shaping == "ranks" else 1 / ONE
 
 
@@ -64,14 +64,14 @@ def ranks(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     return found
 
 
-def by_rank(scores: NDArray[Any], table: Sequence[int], *, maximize: bool) -> NDArray[np.int64]:
+def utilities_by_rank(scores: NDArray[Any], table: Sequence[int], *, maximize: bool) -> NDArray[np.int64]:
     """The integers of a table, the first for the best; ties share theirs, rounded down.
 
-    >>> by_rank(np.array([0.5, 0.1, float("nan"), 0.1]), [9, 4, 1, -3], maximize=False).tolist()
+    >>> utilities_by_rank(np.array([0.5, 0.1, float("nan"), 0.1]), [9, 4, 1, -3], maximize=False).tolist()
     [1, 6, -3, 6]
     """
     key = goodness(scores, maximize)
-    order = best_first(scores, maximize=maximize)
+    order = rank_members(scores, maximize=maximize)
     ordered, sums = key[order], np.concatenate([[0], np.cumsum(np.asarray(table, np.int64))])
     first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
     last = np.append(first[1:], key.size)
@@ -80,10 +80,10 @@ def by_rank(scores: NDArray[Any], table: Sequence[int], *, maximize: bool) -> ND
     return found
 
 
-def best_first(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
+def rank_members(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     """The members' numbers, the best first; of equals the first stays first.
 
-    >>> best_first(np.array([0.5, 0.1, float("nan"), 0.1]), maximize=False).tolist()
+    >>> rank_members(np.array([0.5, 0.1, float("nan"), 0.1]), maximize=False).tolist()
     [1, 3, 0, 2]
     """
     return np.argsort(-goodness(scores, maximize), kind="stable")
@@ -113,7 +113,7 @@ def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
     return np.where(np.isfinite(values), values if maximize else -values, -np.inf).astype(np.float32)
 
 
-def mean_of_scores(good: NDArray[np.float32]) -> float:
+def mean_finite(good: NDArray[np.float32]) -> float:
     """Of the finite ones, whatever their order."""
     known = good[np.isfinite(good)].tolist()
     return math.fsum(known) / len(known)

@@ -1,0 +1,1 @@
+"""Optimizers, fitness shaping and schedules: what turns the scores of a generation into a step."""
