@@ -13,7 +13,7 @@ from germline.fleet import SPMD, Elastic, Local
 from germline.objective import accuracy
 from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
-from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES
+from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES, Strategy
 from germline.version import __version__
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Result",
     "Schedule",
     "Search",
+    "Strategy",
     "__version__",
     "accuracy",
     "seeded",

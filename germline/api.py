@@ -1,37 +1,47 @@
-"""The two calls of the Python interface: ``train`` for a whole run, ``Search`` for one's own loop."""
+"""The Python interface: ``train`` for a whole run, ``Search`` for a loop that the caller writes."""
 
-import dataclasses
 import hashlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from germline import noise, trainer
-from germline.core import Core
+from germline import noise
+from germline.engine import loop, opening
+from germline.engine.diagnostics import probe_sigma
+from germline.engine.header import build_header, describe_settings, restore_strategy
+from germline.engine.journal import Journal, Record, content_sha256
+from germline.engine.replay import apply_probe
+from germline.engine.session import Session
+from germline.engine.stopping import Stop, Target
 from germline.errors import BadInput
-from germline.fleet import Local
-from germline.genome import theta_sha256
-from germline.header import header_of, revive, settings_of
-from germline.journal import Journal, content_sha256
+from germline.fleet.local import Local
+from germline.fleet.protocol import Fleet
 from germline.objective import Batch, Metric, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipes.recipe import Recipe
-from germline.run import Row, Run
-from germline.stopping import Stop, Target
-from germline.strategies import AnyStrategy, OpenAIES, pack, unpack
+from germline.strategies.openai_es import OpenAIES
+from germline.strategies.protocol import AnyStrategy, GradientStrategy
+from germline.strategies.registry import class_path
 from germline.strategies.settings import check_choice
+from germline.strategies.state import pack, unpack
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: the trained model, one row per generation, the directory, and the numbers it came to.
+    """A finished run.
+
+    Attributes:
+        model: The trained model: the module that was given to ``train``, with its new weights.
+        history: One row per generation, a dict of numbers.
+        run: The directory of the run.
+        summary: The numbers that the run came to, as ``germline train --json`` prints them.
 
     >>> import tempfile
     >>> from torch import nn
@@ -64,22 +74,48 @@ def train(
     seconds: float | None = None,
     target: str | tuple[str, float] | None = None,
     seed: int = 0,
-    fleet: Local | None = None,
+    fleet: Fleet | None = None,
     dtype: DType = "auto",
     dropout: bool = False,
     run: str | Path | None = None,
     resume: str | Path | None = None,
     evaluate_every: int = 10,
     snapshot_every: int = 100,
-    callbacks: Sequence[Callable[[Run, Row], None]] = (),
+    callbacks: Sequence[loop.Callback] = (),
 ) -> Result:
-    """Trains a module by evolution and leaves its new weights in it.
+    """Train a module by evolution, and leave its new weights in it.
 
-    ``data`` is a tuple of tensors, a Dataset or a DataLoader. Give one of ``loss`` (minimized) and ``score``
-    (maximized), functions of (output, target), or ``objective``, a function of the model. The run ends at the first of
-    ``generations`` (300 if nothing is said), ``seconds`` and ``target``, a metric and its value. ``run`` is the
-    directory to be made, ``resume`` one to go on with. ``dtype`` is that of the members' arithmetic (auto, float32 or
-    bfloat16); with ``dropout`` members are scored with their dropout layers at work.
+    Args:
+        model: The module to train; its trainable parameters are those with ``requires_grad``.
+        data: The training data: a tuple or dict of tensors, a Dataset or a DataLoader.
+        loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
+        score: A function of (output, target), differentiable or not, to maximize unless ``maximize=False``.
+        objective: A function of the model, to minimize unless ``maximize=True``.
+        maximize: Whether a score or an objective is maximized.
+        dev: Data that is scored every ``evaluate_every`` generations.
+        test: Further data that is scored, like ``dev``.
+        metrics: Functions of (output, target) by name; accuracy for classes if not given.
+        strategy: The algorithm; ``gl.OpenAIES()`` if not given or, with ``resume``, that of the run.
+        batch_size: Examples of a generation; a DataLoader's batch size, else all of the data.
+        generations: End after this many generations in all; 300 if no limit is given.
+        seconds: End after this many seconds of training.
+        target: End when a metric reaches a value: ``"dev_accuracy=0.95"`` or ``("dev_accuracy", 0.95)``.
+        seed: The seed of the run's random numbers.
+        fleet: Who evaluates the members; ``gl.Local()`` if not given.
+        dtype: The type of the members' arithmetic: ``"auto"``, ``"float32"`` or ``"bfloat16"``.
+        dropout: Whether members are scored with their dropout layers active.
+        run: The directory to create; one under ``runs`` if not given.
+        resume: The directory of a run to go on with.
+        evaluate_every: Generations between scores of ``dev`` and ``test``.
+        snapshot_every: Generations between snapshots.
+        callbacks: Functions of (session, row) that are called after each generation.
+
+    Returns:
+        The trained model, one row per generation, the directory of the run and its summary.
+
+    Raises:
+        BadInput: If something that was asked for cannot be done; the message says what to do about it.
+        KeyboardInterrupt: If the run was interrupted; every finished generation is on disk.
 
     >>> import tempfile, torch
     >>> from torch import nn
@@ -93,6 +129,7 @@ def train(
     """
     if generations is None and seconds is None and target is None:
         generations = 300
+    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.parse(target))
     recipe = Recipe(
         model,
         data,
@@ -110,31 +147,44 @@ def train(
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
     )
-    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.parse(target))
-    with torch.inference_mode(False):  # whose tensors do not tell when they are changed
+    with torch.inference_mode(False):  # tensors of inference mode do not tell when they are changed
         if resume is not None:
-            fleet.new_run()
             if run is not None:
                 raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
-            if not fleet.elect((Path(resume) / "journal.sqlite").is_file()) and fleet.size > 1:
-                raise BadInput(f"No process of the fleet has the run {resume}.")
-            training = trainer.resume(recipe, Journal.open(Path(resume)) if fleet.keeper else None, fleet)
+            session = _resume(recipe, Path(resume), fleet, strategy)
         else:
             path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-            training = trainer.begin(recipe, path, seed=seed, fleet=fleet, about={}, stop=stop, named=run is not None)
+            is_named = run is not None
+            session = opening.start_or_continue(
+                recipe, path, seed=seed, fleet=fleet, about={}, stop=stop, is_named=is_named
+            )
         try:
-            summary = trainer.run(training, stop, callbacks)
-            rows = training.rows()
+            summary = loop.run(session, stop, callbacks)
+            rows = session.rows()
         finally:
-            if training.journal is not None:
-                training.journal.close()
-    model.load_state_dict(training.model().state_dict())
+            if session.journal is not None:
+                session.journal.close()
+    model.load_state_dict(session.model().state_dict())
     if summary["stopped_by"] == "interrupt":
-        raise KeyboardInterrupt(f"interrupted; go on with resume={str(training.path)!r}")
-    return Result(model, rows, training.path, summary)
+        raise KeyboardInterrupt(f"interrupted; go on with resume={str(session.path)!r}")
+    return Result(model, rows, session.path, summary)
 
 
-def batch_sha256(batch: Batch | None) -> str:
+def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | None) -> Session:
+    """Resume a run by the strategy that the user has given, or by its own one of this package."""
+    fleet.start_run()
+    if not fleet.group.elect((path / "journal.sqlite").is_file()) and fleet.group.size > 1:
+        raise BadInput(f"No process of the fleet has the run {path}.")
+    journal = Journal.open(path) if fleet.group.owns_journal else None
+    header = fleet.group.broadcast(dict(journal.header) if journal is not None else {})
+    chosen = restore_strategy(header, strategy)
+    if strategy is not None:
+        opening.check_same_settings(strategy, header, str(path))
+    return opening.resume(recipe.with_strategy(strategy or chosen), journal, fleet)
+
+
+def hash_batch(batch: Batch | None) -> str:
+    """Return the hash of a batch."""
     digest = hashlib.sha256()
     for tensor in iterate_tensors([batch.args, batch.kwargs, batch.target]) if batch is not None else ():
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -143,13 +193,25 @@ def batch_sha256(batch: Batch | None) -> str:
 
 
 def free_directory(runs: Path, name: str) -> Path:
-    """runs/name, or the first of runs/name-2, runs/name-3, ... that is not there yet."""
+    """Return runs/name, or the first of runs/name-2, runs/name-3, ... that does not exist."""
     candidates = (runs / (name if i == 1 else f"{name}-{i}") for i in range(1, 1_000_000))
     return next(path for path in candidates if not path.exists())
 
 
 class Search:
-    """Evolution in one's own loop: ``step`` takes a batch, scores a generation on it and moves the center.
+    """Evolution in a loop that the caller writes: ``step`` scores a generation on a batch and moves the center.
+
+    Args:
+        model: The module to train.
+        strategy: The algorithm; ``gl.OpenAIES()`` if not given.
+        loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
+        score: A function of (output, target) to maximize unless ``maximize=False``.
+        objective: A function of the model, to minimize unless ``maximize=True``.
+        maximize: Whether a score or an objective is maximized.
+        seed: The seed of the search's random numbers.
+        fleet: Who evaluates the members; ``gl.Local()`` if not given.
+        dtype: The type of the members' arithmetic: ``"auto"``, ``"float32"`` or ``"bfloat16"``.
+        dropout: Whether members are scored with their dropout layers active.
 
     >>> import torch
     >>> from torch import nn
@@ -171,107 +233,135 @@ class Search:
         objective: Callable[..., Any] | None = None,
         maximize: bool | None = None,
         seed: int = 0,
-        fleet: Local | None = None,
+        fleet: Fleet | None = None,
         dtype: DType = "auto",
         dropout: bool = False,
     ) -> None:
         goal = build_objective(loss, score, objective, maximize, None)
         check_choice("dtype", dtype, typing.get_args(DType))
-        strategy = strategy or OpenAIES()
-        if getattr(strategy, "rears", False) or getattr(strategy, "select_on", "batch") == "dev":
-            raise BadInput(f"The strategy {strategy.name} needs data of its own, not batches: use gl.train.")
+        strategy, fleet = strategy or OpenAIES(), fleet or Local()
+        needs_dev = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).select_on == "dev"
+        if strategy.kind == "train_members" or needs_dev:
+            raise BadInput(f"The strategy {strategy.name} needs a data set, not batches: use gl.train.")
         self._module = model
         with torch.inference_mode(False):
-            self._core = Core(model, strategy, goal, fleet or Local(), seed, None, dtype, dropout)
-        self._batch: Batch | None = None
-        self._shapes: Any = ()  # of the inputs that were last tried
-        self._joined = False
-        self.generation = 0
+            strategy = fleet.adapt(strategy)
+            fleet.check(strategy)
+            self._session = Session.create(model, strategy, goal, fleet, seed, dtype=dtype, dropout=dropout)
+        self._shapes: Any = ()  # of the inputs on which the module was last tried
+        self._has_joined = False
+
+    @property
+    def generation(self) -> int:
+        """The number of finished generations."""
+        return self._session.generation
 
     def step(self, *batch: Any) -> NDArray[np.float32]:
-        """One generation on a batch: inputs and target, or one dict; nothing for an objective of the model."""
-        with torch.inference_mode(False):  # whose tensors do not tell when they are changed
+        """Run one generation on a batch.
+
+        Args:
+            batch: Inputs and target, or one dict; nothing for an objective of the model.
+
+        Returns:
+            The scores of all members, in member order.
+        """
+        with torch.inference_mode(False):  # tensors of inference mode do not tell when they are changed
             return self._step(batch)
 
     def _step(self, batch: tuple[Any, ...]) -> NDArray[np.float32]:
-        core = self._core
+        session = self._session
+        scorer, group = session.scorer, session.fleet.group
         if batch:
-            self._batch = Batch.from_raw(batch[0] if len(batch) == 1 else batch, core.device)
-        elif not core.objective.of_model:
+            session.given_batch = Batch.from_raw(batch[0] if len(batch) == 1 else batch, scorer.device)
+        elif not scorer.objective.of_model:
             raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
-        shapes = (
-            [tensor.shape for tensor in iterate_tensors([self._batch.args, self._batch.kwargs])]
-            if self._batch
-            else None
-        )
+        given = session.given_batch
+        shapes = [tensor.shape for tensor in iterate_tensors([given.args, given.kwargs])] if given else None
         if shapes != self._shapes:
-            core.try_out(self._batch)
+            scorer.try_module(given)
             self._shapes = shapes
-        first, self._joined = not self._joined, True
-        if first:
+        is_first, self._has_joined = not self._has_joined, True
+        if is_first:
             self._join()
-        core.given = self._batch
-        core.fleet.begin(0.0, False, batch_sha256(self._batch) if core.fleet.size > 1 else "")
-        if getattr(core.strategy, "sigma", None) == "auto":
-            chosen = core.probe(self._batch).values["sigma"]
-            core.strategy = dataclasses.replace(core.strategy, sigma=chosen)  # type: ignore[type-var]
-        if first:
-            assert core.module is not None
-            begun = theta_sha256(core.genome.read(core.module, core.device))
-            header = header_of(core, {}, None, {}) | {"initial_theta_sha256": begun}
-            core.fleet.invite(header, lambda: core.sample(self._batch), self._batch)
-            core.divide()
-        told = core.evaluate(self.generation, self._batch)
-        core.advance(told)
-        self.generation += 1
-        return told.scores
+        group.announce(0.0, False, hash_batch(given) if group.size > 1 else "")
+        if session.strategy.needs_probe:
+            result = probe_sigma(session, given)
+            apply_probe(session, Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": (0, 0)}))
+        if is_first:
+            opening.admit_workers(session, build_header(session, {}), given)
+            session.share_update()
+        result = session.evaluate(session.generation, given)
+        session.advance(result)
+        session.generation += 1
+        return result.scores
 
     def _join(self) -> None:
-        """Before the first generation: makes sure that all processes of a fleet are about the same search."""
-        core = self._core
-        core.fleet.new_run()
-        trainer.share_weights(core)
-        core.prepare(self._batch)
-        core.adopt(Plan(**core.fleet.told(dataclasses.asdict(core.settled))))
+        """Make sure, before the first generation, that all processes of a fleet do the same search."""
+        session = self._session
+        scorer, strategy, group = session.scorer, session.strategy, session.fleet.group
+        session.fleet.start_run()
+        opening.share_weights(session)
+        session.prepare(session.given_batch)
+        scorer.adopt(Plan(**group.broadcast(asdict(scorer.chosen_plan))))
         facts: dict[str, Any] = {
-            "noise on its device": noise.field_digest(core.device),
-            "model": core.genome.fingerprint,
+            "noise on its device": noise.field_digest(scorer.device),
+            "model": scorer.genome.fingerprint,
+            "strategy": [strategy.name, describe_settings(strategy), session.seed],
+            "kind of device": scorer.device.type,
+            "generation": session.generation,
+            "initial weights": content_sha256(*pack(session.state)),
         }
-        facts |= {"strategy": [core.strategy.name, settings_of(core.strategy), core.seed]}
-        facts |= {"kind of device": core.device.type, "generation": self.generation}
-        facts |= {"initial weights": content_sha256(*pack(core.state))}
-        core.fleet.join(lambda: facts)
+        group.agree(lambda: facts)
 
     @property
     def model(self) -> nn.Module:
         """The user's module, with the weights of the center written into it."""
-        self._core.genome.write(self._core.state.theta, self._module)
-        if self._batch is not None:
+        session = self._session
+        session.scorer.genome.write(session.state.theta, self._module)
+        if session.given_batch is not None:
             device = next(self._module.parameters()).device
-            refresh_statistics(self._module, iter([self._batch.to(device)]))
+            refresh_statistics(self._module, iter([session.given_batch.to(device)]))
         return self._module
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a search needs to go on: plain values and tensors, for ``torch.save``.
+        """Return everything that a search needs to go on: plain values and tensors, for ``torch.save``.
 
-        In a fleet all processes must ask for it, and all get it.
+        In a fleet all processes must call this, and all get it.
         """
-        core = self._core
-        tree, tensors = pack(core.fleet.shared(core.whole()))
-        settings = settings_of(core.strategy)
-        about: dict[str, Any] = {"strategy": core.strategy.name, "settings": settings, "seed": core.seed}
-        about |= {"evaluation": dataclasses.asdict(core.plan) if core.plan is not None else None}
-        about |= {"layout": core.genome.fingerprint, "generation": self.generation}
-        return {**about, "tree": tree, "tensors": {name: tensor.clone() for name, tensor in tensors.items()}}
+        session = self._session
+        tree, tensors = pack(session.fleet.group.broadcast_state(session.gather_state()))
+        plan = session.scorer.plan
+        return {
+            "strategy": session.strategy.name,
+            "strategy_class": class_path(session.strategy),
+            "settings": describe_settings(session.strategy),
+            "seed": session.seed,
+            "plan": asdict(plan) if plan is not None else None,
+            "layout": session.scorer.genome.fingerprint,
+            "generation": session.generation,
+            "tree": tree,
+            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a ``state_dict``; the search must be of the same model, with the same objective."""
-        core = self._core
-        if state["layout"] != core.genome.fingerprint:
-            raise BadInput("This state is of another model: its parameters have other names or shapes.")
-        strategy = revive(state, core.strategy)
-        plan = Plan(**state["evaluation"]) if state["evaluation"] is not None else None
-        fresh = Core(self._module, strategy, core.objective, core.fleet, state["seed"], plan, core.dtype, core.dropout)
-        tensors = {name: tensor.to(fresh.device) for name, tensor in state["tensors"].items()}
-        fresh.state = unpack(fresh.state, state["tree"], tensors)
-        self._core, self.generation, self._joined = fresh, state["generation"], False
+        """Go on from a ``state_dict``; the search must be of the same model, with the same objective."""
+        session = self._session
+        scorer = session.scorer
+        if state["layout"] != scorer.genome.fingerprint:
+            raise BadInput("This state is that of another model: its parameters have other names or shapes.")
+        strategy = restore_strategy(state, session.strategy)
+        session.fleet.check(strategy)
+        plan = Plan(**state["plan"]) if state["plan"] is not None else None
+        restored = Session.create(
+            self._module,
+            strategy,
+            scorer.objective,
+            session.fleet,
+            state["seed"],
+            plan=plan,
+            dtype=scorer.dtype,
+            dropout=scorer.dropout,
+        )
+        tensors = {name: tensor.to(restored.scorer.device) for name, tensor in state["tensors"].items()}
+        restored.state = unpack(restored.state, state["tree"], tensors)
+        restored.generation, self._session, self._has_joined = state["generation"], restored, False

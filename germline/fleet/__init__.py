@@ -1,9 +1,8 @@
-"""Who evaluates which members, and how an update is shared out."""
+"""Who evaluates which members, and how an update is shared out. ``protocol.py`` has the whole interface."""
 
-from germline.fleet.elastic import Elastic
-from germline.fleet.exchange import Exchange
-from germline.fleet.launch import launched, run_here
+from germline.fleet.cluster.elastic import Elastic
 from germline.fleet.local import Local
-from germline.fleet.spmd import SPMD, TIMEOUT
+from germline.fleet.protocol import Fleet
+from germline.fleet.spmd.fleet import SPMD
 
-__all__ = ["SPMD", "TIMEOUT", "Elastic", "Exchange", "Local", "launched", "run_here"]
+__all__ = ["SPMD", "Elastic", "Fleet", "Local"]

@@ -23,7 +23,7 @@ def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDAr
     return ranks(scores, maximize=maximize) if shaping == "ranks" else zscores(scores, maximize=maximize)
 
 
-def in_shards(
+def shape_by_shard(
     scores: NDArray[Any], shards: int, weigh: Callable[[NDArray[Any]], NDArray[np.int64] | None]
 ) -> NDArray[np.int64] | None:
     """The utilities of equal parts of a population, each by itself; a part that has nothing to say has none but 0."""

@@ -2,7 +2,7 @@
 
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class Recipe:
     def splits(self) -> dict[str, Data]:
         named = {"train": self.data, "dev": self.dev, "test": self.test}
         return {name: Data.from_source(source, name) for name, source in named.items() if source is not None}
+
+    def with_strategy(self, strategy: AnyStrategy) -> "Recipe":
+        """Return the recipe with another strategy."""
+        return replace(self, strategy=strategy)
 
     def goal(self) -> Objective:
         return build_objective(self.loss, self.score, self.objective, self.maximize, self.metrics)

@@ -1,40 +1,26 @@
-"""The strategies by name."""
+"""The strategies, the protocol that they follow, and the registry that finds them by name."""
 
-from typing import Any
-
-from germline.errors import unknown_name
-from germline.strategies.base import (
-    AnyStrategy,
-    Candidates,
-    Differentiating,
-    GenerationInputs,
-    GenerationResult,
-    Strategy,
-    UnsharedCandidates,
-    cut,
-    pack,
-    unpack,
-)
+from germline.strategies.candidates import Candidates, Offspring, UnsharedCandidates, describe_offspring
 from germline.strategies.ga import GA
 from germline.strategies.gradient import Gradient
 from germline.strategies.hybrid_es import HybridES
 from germline.strategies.mu_lambda import MuLambda
 from germline.strategies.openai_es import OpenAIES
 from germline.strategies.pesgd import PESGD
+from germline.strategies.protocol import (
+    AnyStrategy,
+    GenerationInputs,
+    GenerationResult,
+    GradientStrategy,
+    MemberStrategy,
+    Strategy,
+    SummedStrategy,
+    Wire,
+)
 from germline.strategies.pso import PSO
+from germline.strategies.registry import STRATEGIES, class_path, find_strategy, is_built_in
 from germline.strategies.snes import SNES
-
-STRATEGIES: dict[str, type[Any]] = {
-    cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, HybridES, PESGD, Gradient)
-}
-
-
-def strategy_class(name: str) -> type[Any]:
-    """The strategy of that name, or a sentence that names the nearest."""
-    if name not in STRATEGIES:
-        raise unknown_name("strategy", name, STRATEGIES)
-    return STRATEGIES[name]
-
+from germline.strategies.state import pack, slice_columns, unpack
 
 __all__ = [
     "GA",
@@ -44,17 +30,24 @@ __all__ = [
     "STRATEGIES",
     "AnyStrategy",
     "Candidates",
-    "Differentiating",
     "GenerationInputs",
     "GenerationResult",
     "Gradient",
+    "GradientStrategy",
     "HybridES",
+    "MemberStrategy",
     "MuLambda",
+    "Offspring",
     "OpenAIES",
     "Strategy",
+    "SummedStrategy",
     "UnsharedCandidates",
-    "cut",
+    "Wire",
+    "class_path",
+    "describe_offspring",
+    "find_strategy",
+    "is_built_in",
     "pack",
-    "strategy_class",
+    "slice_columns",
     "unpack",
 ]

@@ -1,13 +1,13 @@
 """A genetic algorithm for networks: selection, crossover, mutation, elitism.
 
-    parents    the best of a generation are kept; each child has two of them, drawn evenly (truncation), or each the
-               best of a few that were drawn (tournament)
-    crossover  uniform (each parameter from one of the two), one-point, blend (a point on the line through both, or a
-               little beyond, for each parameter: BLX-alpha, Eshelman, Schaffer 1993), or none
-    mutation   of each parameter with a probability, by sigma z
-    elites     the best go on unchanged, and are scored again with the others
+    parents    the best members of a generation; each child has two of them, drawn with equal probability (truncation),
+               or each the best of a few that were drawn (tournament)
+    crossover  uniform (each parameter from one of the two), one-point, blend (for each parameter a point on the line
+               through both, or a little beyond: BLX-alpha, Eshelman, Schaffer 1993), or none
+    mutation   each parameter changes with a probability, by sigma z
+    elites     the best members go on unchanged, and are scored again with the others
 
-After Such et al., "Deep Neuroevolution", 2017, where there is no crossover.
+Such et al., "Deep Neuroevolution", 2017, is the case without crossover.
 """
 
 from collections.abc import Mapping
@@ -21,17 +21,18 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import ADDRESS_LIMIT, Field, Kind, Noise, Stream, as_tensor, low_rank_matrices, round_to
+from germline.noise import ADDRESS_LIMIT, Field, Kind, Noise, Stream, as_tensor, round_to
 from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import rank_members
-from germline.strategies.base import Candidates, GenerationResult, offspring
-from germline.strategies.settings import check_choice, check_rate, rank_rules, ranks_of, setting
+from germline.strategies.candidates import Candidates, describe_offspring
+from germline.strategies.protocol import GenerationResult, Strategy
+from germline.strategies.settings import check_choice, check_rate, low_rank_field, parse_ranks, setting
 
 
 @dataclass(frozen=True)
 class State:
-    parents: torch.Tensor  # (parents, M), the best first; a single one before the first generation
-    size: int  # M, whatever columns are here
+    parents: torch.Tensor  # (parents, M), the best first; one row before the first generation
+    size: int  # M, the number of all parameters, whatever columns this State holds
 
     @property
     def theta(self) -> torch.Tensor:
@@ -39,7 +40,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class GA:
+class GA(Strategy[State]):
     """A genetic algorithm with elitism.
 
     >>> state = GA(population=8, parents=2, elites=1).init(torch.zeros(3))
@@ -48,20 +49,21 @@ class GA:
     """
 
     name: ClassVar[str] = "ga"
-    needs_gradient: ClassVar[bool] = False
-    asked: ClassVar[tuple[str, ...]] = ("parents",)
+    ask_arrays: ClassVar[tuple[str, ...]] = ("parents",)
 
     population: int = setting(256, "members of a generation")
     parents: int = setting(32, "members that are kept as parents")
-    elites: int = setting(2, "of these, how many go on unchanged")
-    selection: Literal["truncation", "tournament"] = setting("truncation", "of parents: evenly, or the best of a few")
+    elites: int = setting(2, "parents that go on unchanged")
+    selection: Literal["truncation", "tournament"] = setting(
+        "truncation", "how parents are drawn: truncation (with equal probability) or tournament"
+    )
     contestants: int = setting(3, "members of a tournament")
     crossover: Literal["uniform", "one-point", "blend", "none"] = setting(
-        "uniform", "uniform, one-point, blend or none"
+        "uniform", "how two parents make a child: uniform, one-point, blend or none"
     )
-    alpha: float = setting(0.5, "how far beyond both parents a blend may go, in parts of their distance")
+    alpha: float = setting(0.5, "how far beyond its parents a blended child may lie, as a fraction of their distance")
     sigma: Scheduled = setting(0.05, "standard deviation of a mutation: a number or a schedule")
-    mutation: float = setting(1.0, "the probability that a parameter is mutated")
+    mutation: float = setting(1.0, "probability that a parameter is mutated")
     rank: int | None = setting(None, "rank of the mutations of matrices; none is dense")
     ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
@@ -79,12 +81,10 @@ class GA:
             raise BadInput(f"The probability of a mutation must be above 0 and at most 1, not {self.mutation}.")
         if self.contestants < 1:
             raise BadInput(f"A tournament has at least one contestant, not {self.contestants}.")
-        rank_rules(self.ranks)
+        parse_ranks(self.ranks)
 
     def field(self, seed: int, genome: Genome) -> Field:
-        return Field(
-            seed, self.noise, matrices=low_rank_matrices(genome.shapes, ranks_of(genome, self.rank, self.ranks))
-        )
+        return low_rank_field(seed, genome, self.noise, self.rank, self.ranks)
 
     def init(self, theta: torch.Tensor) -> State:
         return State(theta[None], theta.numel())
@@ -98,39 +98,40 @@ class GA:
         def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
             return self.members(some, field, generation, values["sigma"], members, start)
 
-        return offspring(state, field, generation, members)
+        return describe_offspring(state, field, generation, members)
 
     def members(
         self, state: State, field: Field, generation: int, sigma: float, members: NDArray[np.int64], start: int
     ) -> torch.Tensor:
-        """Some members of a generation, elites first; the columns that the state has."""
+        """Return some members of a generation, elites first, in the columns that the State holds."""
         parents, device = state.parents, state.parents.device
         contestants = self.contestants if self.selection == "tournament" else 1
-        pairs = pairs_of(field, generation, self.population, len(parents), contestants)[members]
+        pairs = draw_pairs(field, generation, self.population, len(parents), contestants)[members]
         first, second = (parents[as_tensor(pairs[:, i], device)] for i in range(2))
         noise, span = field.members(members, generation, device), (start, start + parents.shape[1])
-        child = first if self.crossover == "none" else self.crossed(first, second, noise, span, state.size)
+        child = first if self.crossover == "none" else self.cross(first, second, noise, span, state.size)
         step = noise.perturb(torch.zeros_like(parents[0]), sigma, start=start)
         if self.mutation < 1:
             step = step * (noise.halves(span, Stream.COEFFICIENT) < max(1, round(self.mutation * 65536))).to(step.dtype)
-        made = child + step
+        child = child + step
         unchanged = np.flatnonzero(members < min(self.elites, len(parents)))
         if unchanged.size:
-            made[as_tensor(unchanged, device)] = parents[as_tensor(members[unchanged], device)]
-        return made
+            child[as_tensor(unchanged, device)] = parents[as_tensor(members[unchanged], device)]
+        return child
 
-    def crossed(
+    def cross(
         self, first: torch.Tensor, second: torch.Tensor, noise: Noise, span: tuple[int, int], size: int
     ) -> torch.Tensor:
+        """Return the children of pairs of parents, before mutation."""
         if self.crossover == "uniform":
             return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)
         if self.crossover == "one-point":
-            points = points_of(noise.field, int(noise.generation), self.population)[noise.places.members]
+            points = draw_points(noise.field, int(noise.generation), self.population)[noise.places.members]
             cuts = as_tensor((points >> 8) * size >> 24, first.device)
             return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
         halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)
-        where = halves * round_to((1 + 2 * self.alpha) / 65536, first.dtype) - round_to(self.alpha, first.dtype)
-        return first + (second - first) * where
+        place = halves * round_to((1 + 2 * self.alpha) / 65536, first.dtype) - round_to(self.alpha, first.dtype)
+        return first + (second - first) * place
 
     def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
         if not np.isfinite(result.scores).any():
@@ -142,14 +143,14 @@ class GA:
 
 
 @lru_cache(maxsize=4)
-def pairs_of(field: Field, generation: int, population: int, parents: int, contestants: int) -> NDArray[np.int64]:
-    """The two parents of each member: (population, 2); the best of a tournament is the one that stands first."""
+def draw_pairs(field: Field, generation: int, population: int, parents: int, contestants: int) -> NDArray[np.int64]:
+    """Draw the two parents of each member, (population, 2): the winner of a tournament is the one that ranks first."""
     drawn = field.below(parents, 2 * population * contestants, generation, Stream.SELECTION)
     pairs: NDArray[np.int64] = drawn.reshape(population, 2, contestants).min(2)
     return pairs
 
 
 @lru_cache(maxsize=4)
-def points_of(field: Field, generation: int, population: int) -> NDArray[np.int64]:
-    """Where the parameters of each member's second parent begin, in parts of 2^32."""
+def draw_points(field: Field, generation: int, population: int) -> NDArray[np.int64]:
+    """Draw where the parameters of each member's second parent begin, as a fraction of 2^32."""
     return field.below(ADDRESS_LIMIT, population, generation, Stream.CROSSOVER)

@@ -1,17 +1,25 @@
-"""Backprop, the baseline that every result is set beside: the gradient on the generation's batch, one step."""
+"""Backprop, the baseline that results are compared with: one step along the gradient of the generation's batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from germline.genome import Genome
 from germline.noise import Field
 from germline.optim.optimizers import Moments
 from germline.optim.schedules import Scheduled
-from germline.strategies.base import Candidates, GenerationResult, Wire
-from germline.strategies.settings import build_optimizer, check_choice, check_count, check_optimizer, rate_at, setting
+from germline.strategies.candidates import Candidates
+from germline.strategies.protocol import GenerationResult, GradientStrategy, StrategyKind, Wire
+from germline.strategies.settings import (
+    build_optimizer,
+    check_choice,
+    check_count,
+    check_optimizer,
+    is_portable,
+    learning_rate_at,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -21,7 +29,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(GradientStrategy[State]):
     """Gradient descent by backprop with any optimizer.
 
     >>> Gradient(lr=0.1, optimizer="torch.SGD").values(Gradient().init(torch.zeros(1)), generation=0)
@@ -29,9 +37,9 @@ class Gradient:
     """
 
     name: ClassVar[str] = "gradient"
-    needs_gradient: ClassVar[bool] = True
-    asked: ClassVar[tuple[str, ...]] = ("theta",)
+    kind: ClassVar[StrategyKind] = "differentiate"
     population: ClassVar[int] = 1
+    select_on: ClassVar[Literal["batch", "dev"]] = "batch"
 
     lr: Scheduled = setting(0.003, "learning rate of the optimizer: a number or a schedule")
     optimizer: str | Callable[..., Any] = setting(
@@ -39,9 +47,9 @@ class Gradient:
     )
     scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimizer")
     weight_decay: float = setting(0.0, "decoupled weight decay")
-    slices: int = setting(4, "parts of a batch whose gradients are computed apart and summed in order")
+    slices: int = setting(4, "parts of a batch whose gradients are computed separately and summed in order")
     per_worker: bool = setting(
-        False, "batch size and slices are those of each worker: the batch grows with their number"
+        False, "whether batch size and slices are those of each rank, so that the batch grows with their number"
     )
     wire: Wire = setting("float32", "how gradients travel between processes: float32, bfloat16 or int8")
 
@@ -49,6 +57,10 @@ class Gradient:
         check_optimizer(self)
         check_count("slices", self.slices)
         check_choice("wire", self.wire, get_args(Wire))
+
+    @property
+    def is_portable(self) -> bool:
+        return is_portable(build_optimizer(self))
 
     def differentiates(self, generation: int) -> bool:
         return True
@@ -64,14 +76,14 @@ class Gradient:
     ) -> Candidates | None:
         return None
 
-    def field(self, seed: int, genome: Genome) -> Field:
-        return Field(seed)
+    def direction(self, state: State) -> torch.Tensor | None:
+        return None
 
     def init(self, theta: torch.Tensor) -> State:
         return State(theta, build_optimizer(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
-        return {"lr": rate_at(build_optimizer(self), self.lr, state.theta, state.moments, generation)}
+        return {"lr": learning_rate_at(build_optimizer(self), self.lr, state.theta, state.moments, generation)}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, sigma=0.0)

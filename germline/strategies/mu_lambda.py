@@ -1,12 +1,12 @@
 """(mu + lambda)- and (mu, lambda)-ES: Beyer, Schwefel, "Evolution strategies: a comprehensive introduction", 2002.
 
     a child     the mean of rho parents (intermediate), or each parameter from one of them (discrete), + sigma z
-    its sigma   the mean of its parents', times exp(tau N(0, 1)): self-adaptation
-                or one for all, larger if more than a fifth of the children were better than their parents: 1/5 rule
+    its sigma   self-adaptation: the mean of its parents' sigmas, times exp(tau N(0, 1))
+                1/5 rule: one sigma for all, which grows if more than a fifth of the children beat their parents
     selection   the best mu of parents and children (plus), or of the children alone (comma)
 
-Scores on changing batches cannot be compared: under plus, parents are scored again with their children, as the last
-members of a generation; or, with ``rescore=false``, their old scores drift towards the mean by ``decay``.
+Scores on different batches cannot be compared. Under plus, parents are therefore scored again with their children, as
+the last members of a generation; with ``rescore=false`` their old scores drift toward the mean by ``decay``.
 """
 
 import math
@@ -21,22 +21,23 @@ from numpy.typing import NDArray
 
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Stream, as_tensor, low_rank_matrices, round_to
+from germline.noise import Field, Kind, Stream, as_tensor, round_to
 from germline.optim.optimizers import exponential
 from germline.optim.shaping import goodness, mean_finite, rank_members
-from germline.strategies.base import Candidates, GenerationResult, offspring
-from germline.strategies.settings import check_choice, check_number, check_rate, rank_rules, ranks_of, setting
+from germline.strategies.candidates import Candidates, describe_offspring
+from germline.strategies.protocol import GenerationResult, Strategy
+from germline.strategies.settings import check_choice, check_number, check_rate, low_rank_field, parse_ranks, setting
 
-STEP = 0.85  # by which the 1/5 rule changes sigma
-HALVES = 16  # of the field that make one number that is nearly normal: their bits' sum has variance 64
+STEP = 0.85  # the factor by which the 1/5 rule changes sigma
+HALVES = 16  # 16-bit halves whose bits are summed to one nearly normal number: the sum has variance 64
 
 
 @dataclass(frozen=True)
 class State:
-    parents: torch.Tensor  # (mu, M), the best first; a single one before the first generation
-    sigmas: tuple[float, ...]  # of the parents
-    scores: tuple[float, ...]  # how good the parents were when they were last scored; larger is better
-    size: int  # M, whatever columns are here
+    parents: torch.Tensor  # (mu, M), the best first; one row before the first generation
+    sigmas: tuple[float, ...]  # of each parent
+    scores: tuple[float, ...]  # of each parent when it was last scored; larger is better
+    size: int  # M, the number of all parameters, whatever columns this State holds
 
     @property
     def theta(self) -> torch.Tensor:
@@ -44,7 +45,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class MuLambda:
+class MuLambda(Strategy[State]):
     """Evolution strategies with parents, children and recombination.
 
     >>> MuLambda(population=100, parents=20).children, MuLambda(population=100, parents=20, plus=False).children
@@ -52,23 +53,22 @@ class MuLambda:
     """
 
     name: ClassVar[str] = "mu-lambda"
-    needs_gradient: ClassVar[bool] = False
-    asked: ClassVar[tuple[str, ...]] = ("parents",)
+    ask_arrays: ClassVar[tuple[str, ...]] = ("parents",)
 
-    population: int = setting(256, "members scored in a generation: children, and under plus the parents again")
-    parents: int = setting(32, "mu, the parents that are kept")
+    population: int = setting(256, "members scored in a generation: the children and, under plus, the parents again")
+    parents: int = setting(32, "mu, the number of parents")
     mates: int | None = setting(None, "rho, the parents of a child; none is all of them")
     plus: bool = setting(True, "whether parents compete with their children")
     recombination: Literal["intermediate", "discrete"] = setting(
-        "intermediate", "of the mates: their mean, or each parameter from one"
+        "intermediate", "how mates make a child: intermediate (their mean) or discrete (each parameter from one)"
     )
     sigma: float = setting(0.05, "initial step size")
     adaptation: Literal["self", "fifth", "none"] = setting(
-        "self", "of the step size: self-adaptation, the 1/5 rule, or none"
+        "self", "how the step size adapts: self, fifth (the 1/5 rule) or none"
     )
     tau: float | None = setting(None, "learning rate of self-adaptation; none is 1 / sqrt(2 M)")
-    rescore: bool = setting(True, "under plus: parents are scored again with their children")
-    decay: float = setting(0.9, "without rescore: what is left of a parent's old score in each generation")
+    rescore: bool = setting(True, "whether parents are scored again with their children (under plus)")
+    decay: float = setting(0.9, "what is left of a parent's old score in each generation (without rescore)")
     rank: int | None = setting(None, "rank of the noise of matrices; none is dense noise")
     ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
@@ -87,16 +87,14 @@ class MuLambda:
             raise BadInput(f"A child has from 1 to {self.parents} mates as its parents, not {self.mates}.")
         if not 0 <= self.decay <= 1:
             raise BadInput(f"The setting decay must be from 0 to 1, not {self.decay}.")
-        rank_rules(self.ranks)
+        parse_ranks(self.ranks)
 
     @property
     def children(self) -> int:
         return self.population - (self.parents if self.plus and self.rescore else 0)
 
     def field(self, seed: int, genome: Genome) -> Field:
-        return Field(
-            seed, self.noise, matrices=low_rank_matrices(genome.shapes, ranks_of(genome, self.rank, self.ranks))
-        )
+        return low_rank_field(seed, genome, self.noise, self.rank, self.ranks)
 
     def init(self, theta: torch.Tensor) -> State:
         return State(theta[None], (self.sigma,), (-math.inf,), theta.numel())
@@ -110,7 +108,7 @@ class MuLambda:
         def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
             return self.members(some, field, generation, sigmas, members, start)
 
-        return offspring(state, field, generation, members)
+        return describe_offspring(state, field, generation, members)
 
     def members(
         self,
@@ -121,34 +119,34 @@ class MuLambda:
         members: NDArray[np.int64],
         start: int,
     ) -> torch.Tensor:
-        """Some members of a generation: children, then parents; the columns that the state has."""
+        """Return some members of a generation, children first, in the columns that the State holds."""
         parents, device = state.parents, state.parents.device
-        chosen = mates_of(field, generation, self.children, len(parents), self.mates)
+        chosen = draw_mates(field, generation, self.children, len(parents), self.mates)
         old = members >= self.children
         child = np.where(old, 0, members)
         noise = field.members(members, generation, device)
         if self.recombination == "discrete" and chosen.shape[1] > 1:
             picks = noise.halves((start, start + parents.shape[1]), Stream.CROSSOVER).long() * chosen.shape[1] >> 16
-            whose = as_tensor(chosen[child], device).gather(1, picks)
-            base = parents.gather(0, whose)
+            parent = as_tensor(chosen[child], device).gather(1, picks)
+            base = parents.gather(0, parent)
         else:
-            base = mean_of(parents, chosen[child])
+            base = average_rows(parents, chosen[child])
         z = noise.perturb(torch.zeros_like(parents[0]), 1.0, start=start)
         scale = torch.tensor([sigmas[i] for i in child], dtype=parents.dtype, device=device)
-        made = base + scale[:, None] * z
+        weights = base + scale[:, None] * z
         if old.any():
-            kept = np.minimum(members[old] - self.children, len(parents) - 1)
-            made[as_tensor(np.flatnonzero(old), device)] = parents[as_tensor(kept, device)]
-        return made
+            numbers = np.minimum(members[old] - self.children, len(parents) - 1)
+            weights[as_tensor(np.flatnonzero(old), device)] = parents[as_tensor(numbers, device)]
+        return weights
 
     def step_sizes(self, state: State, field: Field, generation: int) -> list[float]:
-        """Of the children."""
+        """Return the step size of each child."""
         if self.adaptation != "self":
             return [float(np.float32(state.sigmas[0]))] * self.children
-        chosen = mates_of(field, generation, self.children, len(state.parents), self.mates)
+        chosen = draw_mates(field, generation, self.children, len(state.parents), self.mates)
         tau = self.tau if self.tau is not None else 1 / math.sqrt(2 * state.size)
-        mean = mean_of(torch.tensor(state.sigmas, dtype=torch.float64)[:, None], chosen)[:, 0]
-        normal = torch.from_numpy(normals(field, generation, self.children))
+        mean = average_rows(torch.tensor(state.sigmas, dtype=torch.float64)[:, None], chosen)[:, 0]
+        normal = torch.from_numpy(draw_normals(field, generation, self.children))
         return [float(sigma) for sigma in (mean * exponential(normal * tau)).float()]
 
     def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
@@ -159,52 +157,52 @@ class MuLambda:
         scores = good[:count]
         sigmas, numbers = self.step_sizes(state, field, generation), np.arange(count)
         if self.plus:
-            old = good[count : count + mu] if self.rescore else self.drifted(state, good)
+            old = good[count : count + mu] if self.rescore else self.drift_scores(state, good)
             scores, numbers = np.concatenate([old, scores]), np.concatenate([-1 - np.arange(mu), numbers])
         best = rank_members(scores, maximize=True)[: min(self.parents, int(np.isfinite(scores).sum()))]
         chosen = numbers[best]
-        everybody = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents stand behind the children
-        parents = self.members(state, field, generation, sigmas, everybody, start)
-        kept = tuple(state.sigmas[-1 - n] if n < 0 else sigmas[n] for n in chosen.tolist())
+        members = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents come after the children
+        parents = self.members(state, field, generation, sigmas, members, start)
+        step_sizes = tuple(state.sigmas[-1 - n] if n < 0 else sigmas[n] for n in chosen.tolist())
         if self.adaptation == "fifth":
-            kept = (self.by_success(state, good, field, generation),) * len(chosen)
-        return State(parents, kept, tuple(float(score) for score in scores[best]), state.size)
+            step_sizes = (self.adapt_by_success(state, good, field, generation),) * len(chosen)
+        return State(parents, step_sizes, tuple(float(score) for score in scores[best]), state.size)
 
-    def drifted(self, state: State, good: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The parents' old scores, which drift towards the mean of the new ones."""
+    def drift_scores(self, state: State, good: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the parents' old scores, which drift toward the mean of the new ones."""
         mean = mean_finite(good)
         return np.array([self.decay * old + (1 - self.decay) * mean for old in state.scores], np.float32)
 
-    def by_success(self, state: State, good: NDArray[np.float32], field: Field, generation: int) -> float:
-        """sigma by the 1/5 rule: a child succeeds that is better than the mean of its parents."""
+    def adapt_by_success(self, state: State, good: NDArray[np.float32], field: Field, generation: int) -> float:
+        """Return sigma by the 1/5 rule: a child succeeds if it is better than the mean of its parents."""
         old = good[self.children :][: len(state.parents)] if self.plus and self.rescore else np.array(state.scores)
         if not np.isfinite(old).all():
             return state.sigmas[0]
-        chosen = mates_of(field, generation, self.children, len(state.parents), self.mates)
+        chosen = draw_mates(field, generation, self.children, len(state.parents), self.mates)
         parents = np.array([math.fsum(old[row].tolist()) / len(row) for row in chosen])
         successes = int((good[: self.children] > parents).sum())
         return state.sigmas[0] * (1 / STEP if 5 * successes > self.children else STEP)
 
 
 @lru_cache(maxsize=4)
-def mates_of(field: Field, generation: int, children: int, parents: int, mates: int | None) -> NDArray[np.int64]:
-    """The parents of each child: (children, mates)."""
+def draw_mates(field: Field, generation: int, children: int, parents: int, mates: int | None) -> NDArray[np.int64]:
+    """Draw the parents of each child: (children, mates)."""
     if mates is None or mates >= parents:
         return np.tile(np.arange(parents), (children, 1))
     return field.below(parents, children * mates, generation, Stream.SELECTION).reshape(children, mates)
 
 
 @lru_cache(maxsize=4)
-def normals(field: Field, generation: int, children: int) -> NDArray[np.float64]:
-    """A number for each child that is nearly normal, in steps of 1/8."""
+def draw_normals(field: Field, generation: int, children: int) -> NDArray[np.float64]:
+    """Draw a nearly normal number for each child, in steps of 1/8."""
     halves = field.members(np.arange(children), generation).halves((0, HALVES), Stream.COEFFICIENT).numpy()
     ones = np.array([[half.bit_count() for half in row] for row in halves.tolist()])
-    found: NDArray[np.float64] = (ones.sum(1) - 8 * HALVES) / 8.0
-    return found
+    numbers: NDArray[np.float64] = (ones.sum(1) - 8 * HALVES) / 8.0
+    return numbers
 
 
-def mean_of(parents: torch.Tensor, chosen: NDArray[np.int64]) -> torch.Tensor:
-    """The means of some rows, summed one after the other: (children, columns)."""
+def average_rows(parents: torch.Tensor, chosen: NDArray[np.int64]) -> torch.Tensor:
+    """Return the means of some rows, summed one after the other: (children, columns)."""
     if (chosen == chosen[:1]).all():
         chosen = chosen[:1]  # all children have the same parents
     total = parents[as_tensor(chosen[:, 0], parents.device)]

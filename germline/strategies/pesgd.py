@@ -1,8 +1,9 @@
 """PESGD: Shahab, Grot, "Population-Based Evolutionary Distributed SGD", 2020.
 
-A generation is: each member learns for some epochs by itself, all are evaluated, the best become parents and stay, and
-the others are replaced by their children: crossed, then mutated. Nobody talks to anybody while members learn; then
-scores travel, and the weights of parents to those who make a child of them. ``theta`` is the best model evaluated.
+In a generation each member trains by gradient descent for some epochs, all members are evaluated, the best become
+parents and stay, and the others are replaced by children of the parents: crossed, then mutated. Members do not
+communicate while they train; afterwards scores travel, and the weights of parents to the processes that make a child of
+them. ``theta`` is the best model that was ever evaluated.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,8 @@ from germline.noise import Field, Kind, Stream, round_to
 from germline.optim.optimizers import Moments, TorchOptimizer
 from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import goodness, rank_members
-from germline.strategies.base import Candidates, GenerationResult, Offspring
+from germline.strategies.candidates import Candidates, Offspring
+from germline.strategies.protocol import GenerationResult, MemberBuilder, MemberStrategy, RowReader, StrategyKind
 from germline.strategies.settings import (
     build_optimizer,
     check_choice,
@@ -27,61 +29,68 @@ from germline.strategies.settings import (
     check_number,
     check_optimizer,
     check_rate,
+    is_portable,
     setting,
 )
 
 
 @dataclass(frozen=True)
 class State:
-    theta: torch.Tensor  # the best that was ever evaluated
-    members: torch.Tensor  # (members, parameters); of a process of a fleet its own
-    first: torch.Tensor  # their moments, where they are kept: as many rows, or none
+    theta: torch.Tensor  # the best weights that were ever evaluated
+    members: torch.Tensor  # (members, parameters); a rank of a fleet holds its own members
+    first: torch.Tensor  # the members' moments, where they outlive a generation: as many rows, or none
     second: torch.Tensor
-    best: float | None = None  # how good theta was: a score, or a loss below zero
+    best: float | None = None  # the score of theta; larger is better
     power1: float = 1.0
     power2: float = 1.0
 
 
 class Child(NamedTuple):
-    place: int
+    place: int  # the member that it replaces
     mother: int
     father: int
 
 
-@dataclass(frozen=True)
-class PESGD:
-    """A population of models that learn by gradient descent apart, and now and then by evolution together.
+class Selection(NamedTuple):
+    children: list[Child]
+    best: tuple[int, float] | None  # the best member and its score, if it is better than theta
 
-    >>> PESGD(population=4).parents_kept
+
+@dataclass(frozen=True)
+class PESGD(MemberStrategy[State]):
+    """A population of models that train by gradient descent separately, and evolve together between epochs.
+
+    >>> PESGD(population=4).count_parents()
     2
     """
 
     name: ClassVar[str] = "pesgd"
-    needs_gradient: ClassVar[bool] = True
-    rears: ClassVar[bool] = True  # members learn between evaluations
-    asked: ClassVar[tuple[str, ...]] = ("members",)
+    kind: ClassVar[StrategyKind] = "train_members"
+    ask_arrays: ClassVar[tuple[str, ...]] = ("members",)
 
-    population: int = setting(4, "members that learn side by side")
-    epochs: int = setting(1, "epochs of gradient descent between evolutions")
+    population: int = setting(4, "members that train side by side")
+    epochs: int = setting(1, "epochs of gradient descent between evaluations")
     lr: Scheduled = setting(0.1, "learning rate of the optimizer: a number or a schedule, by generations")
     optimizer: str | Callable[..., Any] = setting("sgd", "adam, sgd, momentum, torch.NAME, or a function of parameters")
     scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimizer")
     weight_decay: float = setting(0.0, "decoupled weight decay")
-    keep_moments: bool = setting(True, "whether the optimizer's moments outlive an evolution; children have a mother's")
-    workers_per_member: int = setting(1, "processes that share each batch of a member, cut into as many slices")
+    keep_moments: bool = setting(True, "whether the optimizer's moments outlive a generation; children get a mother's")
+    workers_per_member: int = setting(1, "ranks that share each batch of a member, cut into as many slices")
     parents: int | None = setting(None, "members that are selected and stay; none is half of them")
-    selection: Literal["truncation", "tournament"] = setting("truncation", "of parents: the best, or winners of two")
+    selection: Literal["truncation", "tournament"] = setting(
+        "truncation", "how parents are selected: truncation (the best) or tournament (winners of two)"
+    )
     crossover: Literal["layer", "uniform", "average", "none"] = setting(
-        "layer", "of two parents: each layer, or each parameter, from one of them; their mean; or only the mother"
+        "layer", "how two parents make a child: layer (each layer from one), uniform (each parameter), average or none"
     )
-    sigma: float = setting(0.001, "deviation of the mutation of children; 0 is none")
-    mutation: float = setting(1.0, "part of the parameters of a child that are mutated")
+    sigma: float = setting(0.001, "standard deviation of the mutation of children; 0 is none")
+    mutation: float = setting(1.0, "fraction of a child's parameters that are mutated")
     diversity: Literal["reset", "noise"] = setting(
-        "reset", "of the first members but one, which is the model as given: new initial weights, or noise added"
+        "reset", "how the first members differ from the model: reset (new initial weights) or noise"
     )
-    spread: float = setting(0.05, "deviation of that noise")
+    spread: float = setting(0.05, "standard deviation of that noise")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
-    layers: tuple[int, ...] | None = setting(None, "the number of the layer at each of the parameters' starts")
+    layers: tuple[int, ...] | None = setting(None, "the first parameter of each layer; set when a run starts")
 
     def __post_init__(self) -> None:
         check_optimizer(self)
@@ -93,32 +102,30 @@ class PESGD:
         for name in ("sigma", "spread"):
             check_number(name, getattr(self, name))
             check_rate(name, getattr(self, name), zero=True)
-        if not 1 <= self.parents_kept <= self.population:
+        if not 1 <= self.count_parents() <= self.population:
             raise BadInput(f"There must be from 1 to {self.population} parents, not {self.parents}.")
         if not 0 < self.mutation <= 1:
-            raise BadInput(f"The part of the parameters that are mutated must be above 0, at most 1: {self.mutation}.")
+            raise BadInput(f"The setting mutation must be above 0 and at most 1, not {self.mutation}.")
         if self.keep_moments and isinstance(build_optimizer(self), TorchOptimizer):
-            raise BadInput("The state of a torch optimizer cannot be kept over an evolution: say keep_moments=false.")
+            raise BadInput("The state of a torch optimizer cannot outlive a generation: give keep_moments=false.")
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(int(i) for i in self.layers))  # from a header
 
-    @property
-    def parents_kept(self) -> int:
+    def count_parents(self) -> int:
+        """Return the number of members that are selected and stay."""
         return max(1, self.population // 2) if self.parents is None else self.parents
 
     @property
-    def slices(self) -> int:
-        """Of a batch."""
-        return self.workers_per_member
+    def is_portable(self) -> bool:
+        return is_portable(build_optimizer(self))
 
     @property
-    def kept_arrays(self) -> list[str]:
-        """The moments that outlive an evolution."""
+    def row_arrays(self) -> tuple[str, ...]:
         moments = build_optimizer(self).init(torch.zeros(1)) if self.keep_moments else Moments()
-        return [name for name in ("first", "second") if getattr(moments, name) is not None]
+        return tuple(name for name in ("first", "second") if getattr(moments, name) is not None)
 
     def bind(self, genome: Genome) -> "PESGD":
-        """With the first parameter of each layer, which from then on is part of the run."""
+        """Return the strategy with the first parameter of each layer."""
         if self.layers is not None:
             return self
         owners = [slot.name.rpartition(".")[0] for slot in genome.slots]
@@ -129,12 +136,17 @@ class PESGD:
         return Field(seed, self.noise, mirrored=False)
 
     def init(self, theta: torch.Tensor) -> State:
-        return self.begun(theta, theta.expand(self.population, -1).clone())
+        return self.with_members(theta, theta.expand(self.population, -1).clone())
 
-    def begun(self, theta: torch.Tensor, members: torch.Tensor) -> State:
-        """A State of these members, none of which has been evaluated."""
+    def init_members(self, theta: torch.Tensor, build: MemberBuilder) -> torch.Tensor:
+        """Return the weights of the first members: the model as it is, and others by the setting ``diversity``."""
+        if self.diversity == "noise":
+            return torch.cat([theta[None], build.perturb(np.arange(1, self.population), self.spread)])
+        return torch.stack([theta, *(build.reset(member) for member in range(1, self.population))])
+
+    def with_members(self, theta: torch.Tensor, members: torch.Tensor) -> State:
         first, second = (
-            torch.zeros_like(members) if name in self.kept_arrays else members.new_zeros(0, theta.numel())
+            torch.zeros_like(members) if name in self.row_arrays else members.new_zeros(0, theta.numel())
             for name in ("first", "second")
         )
         return State(theta, members, first, second)
@@ -150,110 +162,122 @@ class PESGD:
 
         return Offspring(field, generation, state.theta, 0.0, make=make)
 
-    # Learning
+    def step(
+        self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, values: Mapping[str, float]
+    ) -> tuple[torch.Tensor, Moments]:
+        return build_optimizer(self).step(theta, gradient, moments, values["lr"])
 
     def moments(self, state: State, row: int) -> Moments:
-        """What the optimizer remembers of a member."""
         if not self.keep_moments:
             return build_optimizer(self).init(state.members[row])
-        arrays = {name: getattr(state, name)[row] for name in self.kept_arrays}
+        arrays = {name: getattr(state, name)[row] for name in self.row_arrays}
         return Moments(**arrays, power1=state.power1, power2=state.power2)
 
-    def learned(self, state: State, members: list[torch.Tensor], moments: list[Moments]) -> State:
-        """The State with what the members have become."""
+    def after_training(self, state: State, members: list[torch.Tensor], moments: list[Moments]) -> State:
         state = replace(state, members=torch.stack(members) if members else state.members)
         if not self.keep_moments or not moments:
             return state
-        rows: Any = {name: torch.stack([getattr(one, name) for one in moments]) for name in self.kept_arrays}
+        rows: Any = {name: torch.stack([getattr(one, name) for one in moments]) for name in self.row_arrays}
         return replace(state, **rows, power1=moments[0].power1, power2=moments[0].power2)
 
-    # Evolution
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
+        """Return the State after an evolution of members that have been trained."""
+        selection = self.select(state, result, field, maximize=maximize)
+        if selection is None:
+            return state
 
-    def evolution(self, result: GenerationResult, field: Field, *, maximize: bool) -> list[Child]:
-        """Who is replaced, and by whose child; the parents, who stay, are all others."""
+        def row(member: int, array: str = "members") -> torch.Tensor:
+            rows: torch.Tensor = getattr(state, array)
+            return rows[member]
+
+        members, best = range(self.population), self.best_member(selection)
+        after = self.apply_selection(state, selection, members, row, field, result.generation, start)
+        return after if best is None else replace(after, theta=row(best).clone())
+
+    def select(self, state: State, result: GenerationResult, field: Field, *, maximize: bool) -> Selection | None:
+        if not np.isfinite(result.scores).any():
+            return None
         order = rank_members(result.scores, maximize=maximize)
-        chosen = order[: self.parents_kept]
+        good = goodness(result.scores, maximize)
+        leader, score = int(order[0]), float(good[order[0]])
+        improved = np.isfinite(score) and (state.best is None or score > state.best)
+        parents = order[: self.count_parents()]
         if self.selection == "tournament":
-            drawn = field.below(self.population, 2 * self.parents_kept, result.generation, Stream.SELECTION, member=1)
+            drawn = field.below(
+                self.population, 2 * self.count_parents(), result.generation, Stream.SELECTION, member=1
+            )
             place = np.argsort(order)  # of each member among all
             winners = np.where(place[drawn[::2]] <= place[drawn[1::2]], drawn[::2], drawn[1::2])
-            chosen = np.array(sorted({int(order[0]), *map(int, winners)}, key=lambda k: int(place[k])))
-        mates = field.below(len(chosen), 2 * self.population, result.generation, Stream.SELECTION)
-        staying = set(map(int, chosen))
-        return [
-            Child(k, int(chosen[mates[2 * k]]), int(chosen[mates[2 * k + 1]]))
+            parents = np.array(sorted({leader, *map(int, winners)}, key=lambda k: int(place[k])))
+        mates = field.below(len(parents), 2 * self.population, result.generation, Stream.SELECTION)
+        staying = set(map(int, parents))
+        children = [
+            Child(k, int(parents[mates[2 * k]]), int(parents[mates[2 * k + 1]]))
             for k in range(self.population)
             if k not in staying
         ]
+        return Selection(children, (leader, score) if improved else None)
 
-    def improved(self, state: State, result: GenerationResult, *, maximize: bool) -> tuple[int, float] | None:
-        """The best member and how good it is, if it is better than any before."""
-        good = goodness(result.scores, maximize)
-        best = int(rank_members(result.scores, maximize=maximize)[0])
-        if not np.isfinite(good[best]) or (state.best is not None and float(good[best]) <= state.best):
-            return None
-        return best, float(good[best])
+    def rows_needed(self, selection: Selection, members: range) -> set[tuple[int, str]]:
+        children = [child for child in selection.children if child.place in members]
+        parents = {(parent, "members") for child in children for parent in (child.mother, child.father)}
+        return parents | {(child.mother, name) for child in children for name in self.row_arrays}
 
-    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
-        """Of members that have learned: the next population."""
-        if not np.isfinite(result.scores).any():
-            return state
-        found = self.improved(state, result, maximize=maximize)
-        if found is not None:
-            state = replace(state, theta=state.members[found[0]].clone(), best=found[1])
-        children = self.evolution(result, field, maximize=maximize)
-        mine = list(range(self.population))
-        rows = lambda k, name="members": getattr(state, name)[k]  # noqa: E731
-        return self.bred(state, children, mine, rows, field, result.generation, start)
+    def best_member(self, selection: Selection) -> int | None:
+        return None if selection.best is None else selection.best[0]
 
-    def bred(
+    def apply_selection(
         self,
         state: State,
-        children: list[Child],
-        mine: list[int],
-        row: Callable[..., torch.Tensor],
+        selection: Selection,
+        members: range,
+        row: RowReader,
         field: Field,
         generation: int,
         start: int = 0,
     ) -> State:
-        """The State with children at those places that are this process's own; ``row`` is of a member and an array."""
-        arrays = {name: getattr(state, name).clone() for name in ("members", *self.kept_arrays)}
-        for i, place in enumerate(mine):
-            for child in (child for child in children if child.place == place):
-                arrays["members"][i] = self.child(child, row(child.mother), row(child.father), field, generation, start)
-                for name in self.kept_arrays:
+        if selection.best is not None:
+            state = replace(state, best=selection.best[1])
+        arrays = {name: getattr(state, name).clone() for name in ("members", *self.row_arrays)}
+        for child in selection.children:
+            if child.place in members:
+                i = child.place - members.start
+                arrays["members"][i] = self.make_child(
+                    child, row(child.mother), row(child.father), field, generation, start
+                )
+                for name in self.row_arrays:
                     arrays[name][i] = row(child.mother, name)
         return replace(state, **arrays)
 
-    def child(
+    def make_child(
         self, child: Child, mother: torch.Tensor, father: torch.Tensor, field: Field, generation: int, start: int
     ) -> torch.Tensor:
-        size = mother.numel()
-        noise, span = field.members([child.place], generation, mother.device), (start, start + size)
-        made = mother
+        """Return the weights of a child: a crossover of two parents, then a mutation."""
+        noise, span = field.members([child.place], generation, mother.device), (start, start + mother.numel())
+        crossed = mother
         if self.crossover == "average":
-            made = (mother + father) * round_to(0.5, mother.dtype)
+            crossed = (mother + father) * round_to(0.5, mother.dtype)
         elif self.crossover == "uniform":
-            made = torch.where(noise.bits(span, Stream.CROSSOVER)[0], mother, father)
+            crossed = torch.where(noise.bits(span, Stream.CROSSOVER)[0], mother, father)
         elif self.crossover == "layer":
-            hers = self.layers_of_mother(field, generation, child.place, span, mother.device)
-            made = torch.where(hers, mother, father)
+            from_mother = self.draw_layers(field, generation, child.place, span, mother.device)
+            crossed = torch.where(from_mother, mother, father)
         if not self.sigma:
-            return made.clone()
-        mutated = noise.perturb(made.contiguous(), self.sigma, start=start)[0]
+            return crossed.clone()
+        mutated = noise.perturb(crossed.contiguous(), self.sigma, start=start)[0]
         if self.mutation == 1:
             return mutated
         drawn = noise.halves(span, Stream.COEFFICIENT)[0] < max(1, round(self.mutation * 65536))
-        return torch.where(drawn, mutated, made)
+        return torch.where(drawn, mutated, crossed)
 
-    def layers_of_mother(
+    def draw_layers(
         self, field: Field, generation: int, place: int, span: tuple[int, int], device: torch.device
     ) -> torch.Tensor:
-        """Which of some columns are of a layer that a child has from its mother."""
+        """Draw which columns belong to a layer that a child gets from its mother."""
         starts = self.layers or (0,)
         coins = field.below(2, len(starts), generation, Stream.CROSSOVER, member=place)
-        found = torch.zeros(span[1] - span[0], dtype=torch.bool, device=device)
+        from_mother = torch.zeros(span[1] - span[0], dtype=torch.bool, device=device)
         for low, high, coin in zip(starts, [*starts[1:], span[1]], coins, strict=True):
             if coin:
-                found[max(0, low - span[0]) : max(0, high - span[0])] = True
-        return found
+                from_mother[max(0, low - span[0]) : max(0, high - span[0])] = True
+        return from_mother

@@ -1,4 +1,4 @@
-"""Settings of strategies: their meaning beside their default, and their reading from text."""
+"""Settings of strategies: their defaults and meanings, their checks, and their values from text."""
 
 import dataclasses
 import types
@@ -11,21 +11,28 @@ import torch
 
 from germline.errors import BadInput, unknown_name
 from germline.genome import Genome
+from germline.noise import Field, Kind, low_rank_matrices
 from germline.optim.optimizers import SGD, Adam, Moments, Optimizer, TorchOptimizer
 from germline.optim.schedules import Schedule, Scheduled, value_at
 
+# torch optimizers that treat each parameter independently
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
+
 
 def setting(default: Any, meaning: str) -> Any:
-    """A field of a strategy with its default and one line of what it means."""
+    """Declare a setting of a strategy: a dataclass field with its default and one line that says what it means."""
     return dataclasses.field(default=default, metadata={"meaning": meaning})
 
 
 def build_optimizer(strategy: Any) -> Optimizer:
-    """adam, sgd and momentum are this package's own, exact ones; torch.NAME and functions are torch's."""
+    """Return the optimizer that a strategy's settings name.
+
+    adam, sgd and momentum are this package's own, exact ones; torch.NAME and functions are torch's.
+    """
     choice, scheduler, weight_decay = strategy.optimizer, strategy.scheduler, strategy.weight_decay
     if callable(choice):
         if weight_decay:
-            raise BadInput("A function that makes an optimizer gives it its weight decay too: leave weight_decay at 0.")
+            raise BadInput("A function that makes an optimizer sets its weight decay too: leave weight_decay at 0.")
         return TorchOptimizer(choice, scheduler, own_rate=True)
     if choice.startswith("torch."):
         names = [n for n in dir(torch.optim) if isinstance(getattr(torch.optim, n), type) and n != "Optimizer"]
@@ -38,18 +45,30 @@ def build_optimizer(strategy: Any) -> Optimizer:
         raise BadInput(
             f"A torch scheduler needs a torch optimizer, and {choice!r} is not one: give lr a schedule instead."
         )
-    own: dict[str, Optimizer] = {
+    exact: dict[str, Optimizer] = {
         "adam": Adam(weight_decay=weight_decay),
         "sgd": SGD(weight_decay=weight_decay),
         "momentum": SGD(momentum=0.9, weight_decay=weight_decay),
     }
-    if choice not in own:
-        raise unknown_name("optimizer", choice, [*own, "torch.NAME"])
-    return own[choice]
+    if choice not in exact:
+        raise unknown_name("optimizer", choice, [*exact, "torch.NAME"])
+    return exact[choice]
+
+
+def is_portable(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step has the same bits on every kind of device."""
+    return not isinstance(optimizer, TorchOptimizer)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer treats each parameter independently."""
+    if not isinstance(optimizer, TorchOptimizer):
+        return True
+    return type(optimizer.make([torch.nn.Parameter(torch.zeros(2))])).__name__ in ELEMENTWISE
 
 
 def check_optimizer(strategy: Any) -> None:
-    """Settings of the optimizer, tried on two numbers, so that what torch cannot do is said before a run starts."""
+    """Check the settings of the optimizer; torch's are tried on two numbers before a run starts."""
     check_rate("lr", strategy.lr, zero=True)
     check_rate("weight_decay", strategy.weight_decay, zero=True)
     optimizer = build_optimizer(strategy)
@@ -60,12 +79,14 @@ def check_optimizer(strategy: Any) -> None:
         for _ in range(2):
             theta, moments = optimizer.step(theta, torch.ones(2), moments, 0.1)
     except Exception as error:
-        what = strategy.optimizer if isinstance(strategy.optimizer, str) else "the function given as optimizer"
-        raise BadInput(f"{what} cannot step a vector of parameters by a gradient: {error}") from error
+        name = strategy.optimizer if isinstance(strategy.optimizer, str) else "The function given as optimizer"
+        raise BadInput(f"{name} cannot step a vector of parameters by a gradient: {error}") from error
 
 
-def rate_at(optimizer: Optimizer, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int) -> float:
-    """The learning rate of a generation: that of torch's scheduler where there is one."""
+def learning_rate_at(
+    optimizer: Optimizer, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int
+) -> float:
+    """Return the learning rate of a generation: that of torch's scheduler where there is one."""
     rate = optimizer.rate(theta, moments) if isinstance(optimizer, TorchOptimizer) else None
     rate = value_at(lr, generation) if rate is None else rate
     check_rate("lr", rate, zero=True)
@@ -73,7 +94,7 @@ def rate_at(optimizer: Optimizer, lr: Scheduled, theta: torch.Tensor, moments: M
 
 
 def check_population(population: int, mirrored: bool, shards: int) -> None:
-    """At least two members that are ranked together, in whole pairs where they are mirrored."""
+    """Check that at least two members are ranked together, in whole pairs where they are mirrored."""
     if population < 2 or (mirrored and population % 2):
         need = "an even number of at least 2" if mirrored else "at least 2"
         raise BadInput(f"The population must be {need}, not {population}.")
@@ -84,12 +105,16 @@ def check_population(population: int, mirrored: bool, shards: int) -> None:
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Check that a setting is one of its choices."""
     if value not in choices:
         raise unknown_name(name, value, choices)
 
 
 def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
-    """Above 0, or not below it, and finite: a number, or both ends of a schedule. Functions are checked as they go."""
+    """Check that a setting is finite and above 0, or not below it: a number, or both ends of a schedule.
+
+    The values of functions are checked as they are computed.
+    """
     ends = (value.start, value.stop) if isinstance(value, Schedule) else () if callable(value) else (value,)
     for end in ends:
         if not isinstance(end, int | float) or not (end >= 0 if zero else end > 0) or not end < float("inf"):
@@ -97,20 +122,21 @@ def check_rate(name: str, value: Any, *, zero: bool = False) -> None:
 
 
 def check_count(name: str, value: int) -> None:
+    """Check that a setting is at least 1."""
     if value < 1:
-        raise BadInput(f"{name} must be at least 1, not {value}.")
+        raise BadInput(f"The setting {name} must be at least 1, not {value}.")
 
 
 def check_number(name: str, value: Any) -> None:
-    """For what cannot change over the generations."""
+    """Check that a setting that cannot change over the generations is a number."""
     if not isinstance(value, int | float):
         raise BadInput(f"The setting {name} must be a number here, not {value}.")
 
 
-def rank_rules(ranks: str) -> list[tuple[str, int | None]]:
-    """The setting ranks as a list of patterns of names and the rank of each.
+def parse_ranks(ranks: str) -> list[tuple[str, int | None]]:
+    """Return the setting ranks as a list of patterns of names and the rank of each.
 
-    >>> rank_rules("embedding.*=4, head.weight=none")
+    >>> parse_ranks("embedding.*=4, head.weight=none")
     [('embedding.*', 4), ('head.weight', None)]
     """
     rules = []
@@ -122,31 +148,34 @@ def rank_rules(ranks: str) -> list[tuple[str, int | None]]:
     return rules
 
 
-def ranks_of(genome: Genome, rank: int | None, ranks: str) -> list[int | None]:
-    """The rank of each parameter's noise: the last rule that its name matches, else the rank of all."""
+def ranks_by_parameter(genome: Genome, rank: int | None, ranks: str) -> list[int | None]:
+    """Return the rank of each parameter's noise: that of the last rule that its name matches, else ``rank``."""
     names = [slot.name for slot in genome.slots]
-    found = [rank] * len(names)
-    for pattern, own in rank_rules(ranks):
+    by_parameter = [rank] * len(names)
+    for pattern, own in parse_ranks(ranks):
         matching = [i for i, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not matching:
             raise unknown_name("parameter", pattern, names)
         for i in matching:
-            found[i] = own
-    return found
+            by_parameter[i] = own
+    return by_parameter
 
 
-def parse(kind: Any, name: str, text: str) -> Any:
-    """A setting's value from the command line, by the type of its field."""
-    options = (
-        typing.get_args(kind)
-        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-        else (kind,)
-    )
+def low_rank_field(
+    seed: int, genome: Genome, noise: Kind, rank: int | None, ranks: str, *, mirrored: bool = False
+) -> Field:
+    """Return the noise field of a strategy with the settings ``rank`` and ``ranks``."""
+    return Field(seed, noise, mirrored, low_rank_matrices(genome.shapes, ranks_by_parameter(genome, rank, ranks)))
+
+
+def parse_setting(kind: Any, name: str, text: str) -> Any:
+    """Return a setting's value from text, by the type of its field."""
+    is_union = isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
+    options = typing.get_args(kind) if is_union else (kind,)
     if type(None) in options and text.lower() == "none":
         return None
     for option in options:
-        origin = typing.get_origin(option)
-        if origin is typing.Literal and text in typing.get_args(option):
+        if typing.get_origin(option) is typing.Literal and text in typing.get_args(option):
             return text
         if option is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
@@ -159,11 +188,12 @@ def parse(kind: Any, name: str, text: str) -> Any:
             return text
     if Schedule in options and "(" in text:
         return Schedule.parse(text)
-    wanted = [w for option in options for w in described(option)]
-    raise BadInput(f"The setting {name} cannot be {text!r}: it takes {' or '.join(wanted)}.")
+    choices = [choice for option in options for choice in describe_option(option)]
+    raise BadInput(f"The setting {name} cannot be {text!r}: it takes {' or '.join(choices)}.")
 
 
-def described(option: Any) -> list[str]:
+def describe_option(option: Any) -> list[str]:
+    """Return what a person may write for one type of a setting."""
     if typing.get_origin(option) is typing.Literal:
         return [str(choice) for choice in typing.get_args(option)]
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", type(None): "none"}

@@ -3,8 +3,8 @@
     mean  <- mean + lr sigma sum of u_i z_i
     sigma <- sigma exp(lr_sigma / 2 sum of u_i (z_i^2 - 1))
 
-with a sigma for each parameter and utilities u that depend on ranks alone: the better half shares what is there, the
-best most of it. Noise of low rank, which has no sigma for each parameter, is not for it.
+with a sigma for each parameter and utilities u that depend on ranks alone. Only the better half of the members has a
+positive utility. Low-rank noise has one sigma for all parameters, so SNES uses dense noise.
 """
 
 import math
@@ -21,8 +21,9 @@ from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Span, round_to
 from germline.optim.optimizers import exponential
 from germline.optim.schedules import Scheduled, value_at
-from germline.optim.shaping import any_finite, in_shards, utilities_by_rank
-from germline.strategies.base import Candidates, GenerationResult
+from germline.optim.shaping import any_finite, shape_by_shard, utilities_by_rank
+from germline.strategies.candidates import Candidates
+from germline.strategies.protocol import GenerationResult, SummedStrategy
 from germline.strategies.settings import check_number, check_population, check_rate, setting
 
 ONE = 1 << 20  # utilities are counted in units of 2^-20
@@ -35,7 +36,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class SNES:
+class SNES(SummedStrategy[State]):
     """Separable natural evolution strategies: a mean and a step size for each parameter.
 
     >>> SNES(population=4, sigma=0.5).bind(Genome.from_module(torch.nn.Linear(9, 10))).utilities
@@ -43,17 +44,19 @@ class SNES:
     """
 
     name: ClassVar[str] = "snes"
-    needs_gradient: ClassVar[bool] = False
-    asked: ClassVar[tuple[str, ...]] = ("theta", "sigma")
+    ask_arrays: ClassVar[tuple[str, ...]] = ("theta", "sigma")
+    has_semi_updates: ClassVar[bool] = True
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: float = setting(0.05, "initial standard deviation of every parameter")
     lr: Scheduled = setting(1.0, "learning rate of the mean: a number or a schedule")
     lr_sigma: Scheduled | None = setting(None, "learning rate of the step sizes; none is (3 + ln M) / (5 sqrt M)")
-    mirrored: bool = setting(True, "members in pairs with opposite noise")
+    mirrored: bool = setting(True, "whether members come in pairs with opposite noise")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
-    utilities: tuple[int, ...] | None = setting(None, "by rank, in units of 2^-20; none is as published")
-    shards: int = setting(1, "equal parts of the population, each ranked by itself: semi-updates")
+    utilities: tuple[int, ...] | None = setting(
+        None, "utilities by rank, in units of 2^-20; none takes the published ones"
+    )
+    shards: int = setting(1, "equal parts of the population that are ranked separately (semi-updates)")
 
     def __post_init__(self) -> None:
         check_population(self.population, self.mirrored, self.shards)
@@ -71,7 +74,7 @@ class SNES:
             raise BadInput(f"There must be one utility for each of the {ranked} members that are ranked together.")
 
     def bind(self, genome: Genome) -> "SNES":
-        """With the published constants for so many parameters, which from then on are part of the run."""
+        """Return the strategy with the published constants for this number of parameters."""
         usual = (3 + math.log(genome.size)) / (5 * math.sqrt(genome.size))
         strategy = self if self.lr_sigma is not None else replace(self, lr_sigma=usual)
         if self.utilities is not None:
@@ -108,7 +111,7 @@ class SNES:
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         assert self.utilities is not None, "see bind"
         table = self.utilities
-        return in_shards(
+        return shape_by_shard(
             scores,
             self.shards,
             lambda part: utilities_by_rank(part, table, maximize=maximize) if any_finite(part) else None,

@@ -1,0 +1,23 @@
+"""The command line: parse, build, call. Results go to standard output, everything else to standard error."""
+
+import sys
+import warnings
+from typing import Any
+
+from germline.cli import comparing, inspecting, planning, serving, training  # noqa: F401  # they add their commands
+from germline.cli.app import app
+from germline.fleet.spmd.launch import find_launch
+from germline.population import SlowPath
+
+
+def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    """Print a warning of this library as a sentence, once in a fleet, and those of others as they are."""
+    if find_launch().rank:
+        return
+    print(f"note: {message}" if issubclass(category, SlowPath) else f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def main() -> None:
+    """Run the command line."""
+    warnings.showwarning = show_warning
+    app()

@@ -1,0 +1,134 @@
+"""The commands that compare several runs: compare and sweep."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from germline.cli.app import command
+from germline.cli.comparison import (
+    Comparison,
+    Variant,
+    choose_metric,
+    column_names,
+    expand_grid,
+    explain_table,
+    format_options,
+    format_row,
+    write_comparison,
+)
+from germline.cli.options import (
+    ComparisonOptions,
+    MachineOptions,
+    OutputOptions,
+    RecipeName,
+    StopOptions,
+    StrategyName,
+)
+from germline.errors import BadInput
+from germline.recipes import recipe_address
+from germline.strategies.registry import find_strategy
+
+STANDARD = "openai-es,snes,mu-lambda,ga,pso,gradient"  # what is compared by default
+SECONDS = 60.0  # of each run, if no limit is given
+WIDTH = 200  # characters of a table that is not for a terminal
+Seeds = Annotated[int, typer.Option(min=1, help="number of runs of each, with seeds 0, 1, ...")]
+
+
+@command
+def compare(
+    recipe: RecipeName,
+    stop: StopOptions,
+    machine: MachineOptions,
+    output: OutputOptions,
+    options: ComparisonOptions,
+    strategies: Annotated[str, typer.Option(help="names or module:Class of strategies, with commas")] = STANDARD,
+    seeds: Seeds = 3,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="STRATEGY.KEY of a strategy, or recipe.KEY of the recipe"),
+    ] = None,
+) -> None:
+    """Train a recipe by several strategies under one budget, with several seeds; started again, it goes on."""
+    names = {find_strategy(text.strip()).name: text.strip() for text in strategies.split(",")}
+    own = {name: ["--strategy", text] for name, text in names.items()}
+    common: list[str] = []
+    for setting in settings or []:
+        owner, dot, rest = setting.partition(".")
+        if owner == "recipe":
+            common += ["--set", setting]
+        elif dot and owner in own:
+            own[owner] += ["--set", rest]
+        else:
+            message = "--set takes recipe.KEY=VALUE or STRATEGY.KEY=VALUE"
+            raise BadInput(f"{message}, with one of the strategies {', '.join(own)}, not {setting}.")
+    common += common_options(stop, machine, options)
+    outside = {name: text for name, text in names.items() if ":" in text}
+    variants = tuple(Variant(name, tuple(words), outside.get(name)) for name, words in own.items())
+    folder = output.runs / (output.name or f"compare-{Path(recipe).stem}")
+    comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, options.jobs)
+    show_comparison(comparison, options.metric, f"Germline: {recipe} by {', '.join(own)}", as_json=output.json_)
+
+
+@command
+def sweep(
+    recipe: RecipeName,
+    stop: StopOptions,
+    machine: MachineOptions,
+    output: OutputOptions,
+    options: ComparisonOptions,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=V1,V2", help="values of a setting, or of recipe.KEY; together a grid"),
+    ],
+    strategy: StrategyName = None,
+    seeds: Seeds = 1,
+) -> None:
+    """Train a recipe with every combination of some settings under one budget; started again, it goes on."""
+    common = [*format_options(strategy=strategy), *common_options(stop, machine, options)]
+    outside = strategy if strategy is not None and ":" in strategy else None
+    variants = tuple(
+        Variant(",".join(chosen).replace("/", "|"), tuple(word for one in chosen for word in ("--set", one)), outside)
+        for chosen in expand_grid(settings)
+    )
+    folder = output.runs / (output.name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
+    comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, options.jobs)
+    show_comparison(comparison, options.metric, f"Germline: {recipe}, {len(variants)} settings", as_json=output.json_)
+
+
+def common_options(stop: StopOptions, machine: MachineOptions, options: ComparisonOptions) -> list[str]:
+    """Return the options that every run of a comparison is given: its budget and its machine."""
+    seconds = stop.seconds if stop.is_limited else SECONDS
+    budget = {"generations": stop.generations, "seconds": seconds, "evaluations": stop.evaluations}
+    data = machine.data.resolve() if machine.data is not None else None
+    where = {"device": machine.device, "dtype": machine.dtype, "workers": options.workers, "data": data}
+    return format_options(**budget, target=stop.target, **where)
+
+
+def show_comparison(comparison: Comparison, metric: str | None, title: str, *, as_json: bool) -> None:
+    """Run what has not been run, write the report and print the table."""
+    try:
+        trials = comparison.run()
+    except KeyboardInterrupt:
+        print("the same command goes on from here", file=sys.stderr)
+        raise
+    chosen = choose_metric(trials, metric)
+    file = comparison.folder / "report.html"
+    rows = write_comparison(trials, chosen, file, title)
+    if as_json:
+        print(json.dumps({"metric": chosen, "report": str(file), "rows": rows}))
+        return
+    table = Table(*column_names(chosen), box=None, pad_edge=False)
+    for row in rows:
+        if "median" in row:
+            table.add_row(*format_row(row))
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    print(explain_table(comparison.seeds))
+    for row in rows:
+        if "failure" in row:
+            print(f"{row['variant']}: {row['failure']}")
+    print(f"report: {file}")

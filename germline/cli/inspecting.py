@@ -1,0 +1,125 @@
+"""The commands that look: replay, verify, report, recipes, strategies and doctor."""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from germline.cli.app import command
+from germline.cli.doctor import examine
+from germline.cli.options import AgainOptions, AsJson, RunPath
+from germline.cli.report import read_run, write_report
+from germline.cli.settings import recipe_of_run
+from germline.engine import opening
+from germline.engine import replay as replaying
+from germline.engine.export import export_theta
+from germline.engine.header import find_class
+from germline.engine.journal import Journal
+from germline.engine.session import Session
+from germline.errors import BadInput
+from germline.fleet import Local
+from germline.genome import theta_sha256
+from germline.recipes import RECIPES
+from germline.strategies.registry import describe_strategies, find_strategy
+
+
+@command
+def replay(
+    run: RunPath,
+    again: AgainOptions,
+    generation: Annotated[int, typer.Option(help="how many generations to replay; 0 is the beginning")],
+    export: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="file to write the weights to")],
+    json_: AsJson = False,
+) -> None:
+    """Write the weights of any generation, from the journal."""
+    if generation < 0:
+        raise BadInput(f"There is no generation {generation}.")
+    session = open_run(run, again)
+    replaying.replay(session, until=generation)
+    theta = session.state.theta
+    export_theta(session.scorer.genome, theta, export)
+    digest = theta_sha256(theta)
+    about = {"run": str(run), "generation": generation, "theta_sha256": digest, "export": str(export)}
+    text = f"generation {generation} of {run}: {export}, theta_sha256 {digest}"
+    print(json.dumps(about) if json_ else text)
+
+
+@command
+def verify(run: RunPath, again: AgainOptions, json_: AsJson = False) -> None:
+    """Replay a whole run and check every hash."""
+    checked = replaying.verify(open_run(run, again))
+    counts = f"{checked['generations']} generations and {checked['snapshots']} snapshots are as they were written"
+    text = f"{run}: {counts}, theta_sha256 {checked['theta_sha256']}"
+    print(json.dumps({"run": str(run), **checked}) if json_ else text)
+
+
+def open_run(run: Path, again: AgainOptions) -> Session:
+    """Open a run to be replayed: from its journal alone, where that is enough."""
+    journal = Journal.open(run, read_only=True)
+    header = journal.header
+    given = find_strategy(again.strategy)() if again.strategy is not None else None
+    if find_class(header, given).kind != "evolve":
+        recipe = recipe_of_run(header, str(run), again.recipe, again.strategy)
+        return opening.rebuild(recipe, journal, Local(header["device"]))
+    has_functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
+    if has_functions:
+        given = recipe_of_run(header, str(run), again.recipe, again.strategy).strategy
+    return opening.open_for_replay(journal, given)
+
+
+@command
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs")],
+    out: Annotated[
+        Path | None, typer.Option(help="the HTML file (default: report.html in the run, or here for several)")
+    ] = None,
+) -> None:
+    """Write the HTML report of one run, or of several side by side."""
+    file = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    write_report([read_run(run) for run in runs], file)
+    print(file)
+
+
+@command
+def recipes() -> None:
+    """List the recipes with their settings."""
+    table = Table("recipe", "what it is", "settings")
+    for name, make in RECIPES.items():
+        parameters = [p for p in inspect.signature(make).parameters.values() if p.name != "seed"]
+        settings = "\n".join(f"recipe.{p.name}={p.default}" for p in parameters)
+        table.add_row(name, (make.__doc__ or "").splitlines()[0], settings)
+    Console().print(table)
+
+
+@command
+def strategies(
+    name: Annotated[str | None, typer.Argument(help="one strategy, to list its settings")] = None,
+) -> None:
+    """List the strategies, or all settings of one."""
+    if name is None:
+        table = Table("strategy", "what it is")
+        for key, description in describe_strategies():
+            table.add_row(key, description)
+    else:
+        table = Table("setting", "default", "meaning")
+        for field in dataclasses.fields(find_strategy(name)):
+            table.add_row(field.name, str(field.default), field.metadata.get("meaning", ""))
+    Console().print(table)
+
+
+@command
+def doctor(json_: AsJson = False) -> None:
+    """Show devices, kernels, whether their noise agrees, and measured rates."""
+    findings = examine()
+    if json_:
+        print(json.dumps(findings))
+        return
+    table = Table("what", "finding")
+    for key, value in findings.items():
+        table.add_row(key, str(value))
+    Console().print(table)

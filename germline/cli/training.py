@@ -1,0 +1,178 @@
+"""The commands that train: train and resume."""
+
+import json
+import shlex
+import sys
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from germline.api import free_directory
+from germline.cli.app import command
+from germline.cli.options import (
+    AgainOptions,
+    AsJson,
+    DataOptions,
+    FleetOptions,
+    MachineOptions,
+    OutputOptions,
+    RecipeName,
+    RunPath,
+    SeedOptions,
+    StopOptions,
+    StrategyOptions,
+)
+from germline.cli.progress import Progress
+from germline.cli.report import read_run, write_curves, write_report
+from germline.cli.settings import build_recipe, recipe_of_run, replace_strategy
+from germline.cli.status import Status
+from germline.engine import loop, opening
+from germline.engine.drivers import Differentiate
+from germline.engine.journal import Journal
+from germline.engine.session import Session
+from germline.engine.stopping import Stop
+from germline.errors import BadInput, unknown_name
+from germline.fleet import SPMD, Elastic, Fleet, Local
+from germline.fleet.spmd.exchange import Exchange
+from germline.fleet.spmd.launch import find_launch, run_ranks
+from germline.recipes import make_recipe, recipe_address
+from germline.recipes.recipe import Recipe
+
+
+@command
+def train(
+    recipe: RecipeName,
+    strategy: StrategyOptions,
+    stop: StopOptions,
+    seed: SeedOptions,
+    machine: MachineOptions,
+    fleet: FleetOptions,
+    output: OutputOptions,
+    baseline: Annotated[bool, typer.Option(help="afterwards train by backprop for the same time")] = False,
+) -> None:
+    """Train a recipe."""
+    machine.apply()
+    own, of_recipe = strategy.split()
+    made = build_recipe(recipe, of_recipe, seed.seed, strategy.strategy, own, machine.dtype)
+    limits, is_named = stop.limits(made), output.name is not None
+    default = free_directory(output.runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed.seed}")
+    path = output.runs / output.name if output.name is not None else default
+    if baseline and fleet.fleet != "local":
+        raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
+    chosen = build_fleet(fleet, machine.device, recipe_address(recipe), strategy.strategy)
+
+    def start(made: Recipe, path: Path, stop: Stop, command: str) -> Session:
+        about = {"recipe": recipe_address(recipe), "recipe_settings": of_recipe, "command": command}
+        return opening.start_or_continue(
+            made, path, seed=seed.seed, fleet=chosen, about=about, stop=stop, is_named=is_named
+        )
+
+    if not baseline:
+        run_to_end(start(made, path, limits, command_line()), limits, as_json=output.json_)
+        return
+    other = replace_strategy(make_recipe(recipe, of_recipe, seed.seed), "gradient", {})
+    other_path = path.with_name(path.name + "-backprop")
+    check_baseline(other, other_path, chosen)
+    summary = run_to_end(start(made, path, limits, command_line()), limits, as_json=False)
+    same_time = Stop(seconds=summary["seconds"])
+    words = ["--strategy", "gradient", "--seconds", str(summary["seconds"]), "--seed", str(seed.seed)]
+    repeat = shlex.join(["germline", "train", recipe, *words])
+    compared = run_to_end(start(other, other_path, same_time, repeat), same_time, as_json=False, quiet=True)
+    for key, value in summary["metrics"].items():
+        if key.startswith("test_") and not key.endswith(("_loss", "_score")):
+            first = f"{key.replace('_', ' ')}: {value:.4f} by {summary['strategy']}, without a gradient"
+            second = f"{compared['metrics'][key]:.4f} by backprop on the same net and data"
+            print(f"{first}; {second} in the same {summary['seconds']:.1f} s")
+    write_report([read_run(path), read_run(other_path)], path / "report.html")
+    if output.json_:
+        print(json.dumps(summary))
+
+
+@command
+def resume(
+    run: RunPath,
+    again: AgainOptions,
+    stop: StopOptions,
+    fleet: FleetOptions,
+    data: DataOptions,
+    device: Annotated[
+        str | None, typer.Option(help="device of the members: auto, cpu, cuda, cuda:N or mps (default: the run's)")
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Go on where a run stopped."""
+    data.apply()
+    is_here = (run / "journal.sqlite").is_file()
+    unknown: Mapping[str, Any] = {"device": "auto", "recipe": None}
+    known = Journal.open(run, read_only=True).header if is_here else unknown
+    chosen = build_fleet(fleet, device or known["device"], again.recipe or known["recipe"], again.strategy)
+    chosen.start_run()
+    if not chosen.group.elect(is_here):
+        Journal.open(run)  # raises an error that says what is missing
+    journal = Journal.open(run) if chosen.group.owns_journal else None
+    header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
+    session = opening.resume(recipe_of_run(header, str(run), again.recipe, again.strategy), journal, chosen)
+    limits = stop.limits()
+    run_to_end(session, limits if limits != Stop() else Stop.from_header(header["stop"]), as_json=json_)
+
+
+def run_to_end(
+    session: Session, stop: Stop, *, as_json: bool, quiet: bool = False, status: Status | None = None
+) -> dict[str, Any]:
+    """Run a session to its end, with progress, and print its summary."""
+    path, is_first = session.path, session.fleet.group.rank == 0
+    if is_first:
+        with Progress(stop, below=status.table if status is not None else None).shown() as progress:
+            summary = loop.run(session, stop, [progress, *([status] if status is not None else [])])
+    else:
+        summary = loop.run(session, stop)
+    is_interrupted = summary["stopped_by"] == "interrupt"
+    session.fleet.close(ended=not is_interrupted)
+    if session.journal is not None:
+        rows = session.rows()
+        write_curves(rows, path / "curves.csv")
+        write_report([(path.name, session.journal.header, rows, summary)], path / "report.html")
+        session.journal.close()
+    if is_interrupted and is_first:
+        how = "the same command" if status is not None else f"germline resume {path}"
+        print(f"interrupted after generation {session.generation}; go on with: {how}", file=sys.stderr)
+    if as_json and is_first:
+        print(json.dumps(summary))
+    elif not quiet and is_first:
+        metrics = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in summary["metrics"].items())
+        print(f"{summary['generations']} generations in {summary['seconds']:.1f} s  {metrics}")
+        print(f"run: {path}\nreport: {path / 'report.html'}")
+    if is_interrupted:
+        raise typer.Exit(130)
+    return summary
+
+
+def build_fleet(options: FleetOptions, device: str, recipe: str | None, strategy: str | None) -> Fleet:
+    """Return the fleet that was asked for; an spmd fleet of --workers is launched here, and this process ends."""
+    if options.fleet == "local":
+        return Local(device, options.workers)
+    if options.fleet == "elastic":
+        outside = strategy if strategy is not None and ":" in strategy else None
+        return Elastic(device=device, workers=options.workers or 2, recipe=recipe, strategy=outside)
+    if options.fleet != "spmd":
+        raise unknown_name("fleet", options.fleet, ("local", "spmd", "elastic"))
+    if options.workers is not None and options.workers > 1 and find_launch().by == "none":
+        raise typer.Exit(run_ranks([sys.executable, "-m", "germline", *sys.argv[1:]], options.workers))
+    return SPMD(typing.cast(Exchange, options.exchange), device=device, timeout=options.timeout)
+
+
+def check_baseline(recipe: Recipe, path: Path, fleet: Fleet) -> None:
+    """Raise an error if there can be no baseline by backprop, before the run starts."""
+    if path.exists():
+        raise BadInput(f"{path} exists already: give another --name.")
+    session = opening.set_up(recipe, fleet, seed=0)
+    session.prepare(session.batch(0))
+    Differentiate().differentiate(session, 0, session.batch(0), {})
+
+
+def command_line() -> str:
+    """Return the command that this process was started with."""
+    return shlex.join(["germline", *sys.argv[1:]])

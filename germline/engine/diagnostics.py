@@ -1,0 +1,101 @@
+"""What a generation tells about the search: the choice of sigma, agreement of directions, steps, gradients, advice."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from germline.clock import clock
+from germline.engine.history import Row
+from germline.engine.journal import PROBE
+from germline.fleet.protocol import Scores
+from germline.machine import resident_memory
+from germline.noise import ADDRESS_LIMIT
+from germline.objective import Batch
+from germline.optim.shaping import utilities
+from germline.strategies.protocol import GenerationResult
+
+if TYPE_CHECKING:
+    from germline.engine.session import Session
+
+SIGMAS = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # that sigma="auto" chooses from
+ENOUGH = 10  # diagnoses before there is any advice
+
+
+def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
+    """Choose the sigma for which the directions from two halves of a population agree best."""
+    strategy, evaluator = session.strategy, session.scorer.evaluator
+    half = strategy.population // 4 * 2 or 1  # whole pairs
+    agreements, all_scores = [], []
+    for i, sigma in enumerate(SIGMAS):
+        address = ADDRESS_LIMIT - 1 - i  # generations that no run reaches
+        candidates = strategy.ask(session.state, session.noise, address, {"sigma": sigma})
+        scores = session.fleet.score(evaluator, candidates, strategy.population, batch)
+        all_scores.append(scores)
+        agreements.append((measure_agreement(session, scores, half, address), sigma))
+    return GenerationResult(PROBE, np.concatenate(all_scores), {"sigma": max(agreements)[1]})
+
+
+def measure_agreement(session: "Session", scores: Scores, half: int, generation: int) -> float:
+    """Return the cosine between the directions that two halves of a population give."""
+    directions = []
+    for part in (slice(0, half), slice(half, 2 * half)):
+        weights = utilities(scores[part], "ranks", maximize=session.scorer.objective.maximize)
+        if weights is None:
+            return -1.0
+        members = np.arange(session.strategy.population)[part]
+        noise = session.noise.members(members, generation, session.scorer.device)
+        directions.append(noise.weighted_sum(weights, (0, session.scorer.genome.size), often=False).double())
+    a, b = directions
+    return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))
+
+
+def diagnose_step(session: "Session", result: GenerationResult, before: Any) -> dict[str, float]:
+    """Return how far a generation moved the center, at what sigma, and how far two halves of it agree."""
+    strategy = session.strategy
+    numbers = {"step": float((session.state.theta - before.theta).double().norm())}
+    candidates = strategy.ask(before, session.noise, result.generation, result.values)
+    if isinstance(candidates.sigma, torch.Tensor):
+        numbers["sigma"] = float(candidates.sigma.double().mean())
+    if strategy.kind == "train_members" and len(session.state.members) > 1:
+        numbers["diversity"] = float(torch.pdist(before.members.double()).mean())
+    if strategy.kind == "evolve" and candidates.shared and strategy.population >= 4:
+        half = strategy.population // 4 * 2
+        if all(np.isfinite(part).any() for part in (result.scores[:half], result.scores[half : 2 * half])):
+            numbers["agreement"] = measure_agreement(session, result.scores, half, result.generation)
+    return numbers
+
+
+def compare_gradients(gradient: torch.Tensor, before: torch.Tensor | None) -> dict[str, float]:
+    """Return the length of a gradient and, compared with the one before, how it changed and the angle between them."""
+    length = float(gradient.double().norm())
+    if before is None:
+        return {"gradient_norm": length}
+    other = float(before.double().norm())
+    cosine = float(gradient.double() @ before.double()) / max(length * other, 1e-300)
+    angle = math.degrees(math.acos(max(-1.0, min(1.0, cosine))))
+    return {"gradient_norm": length, "gradient_change": length - other, "gradient_angle": angle}
+
+
+def measure_resources(device: torch.device) -> dict[str, float]:
+    """Return what a step took of this process: seconds of its parts on a CPU, peak bytes on a GPU, and memory."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return {"memory": peak}
+    spent = {f"{part}_seconds": round(seconds, 6) for part, seconds in sorted(clock.taken().items())}
+    return spent | ({"memory": memory} if (memory := resident_memory()) else {})
+
+
+def advise(history: Sequence[Row], parameters: int) -> str | None:
+    """Return a sentence if the diagnostics say that nothing is gained with the present settings."""
+    agreements = [row["agreement"] for row in history if "agreement" in row][-ENOUGH:]
+    if len(agreements) < ENOUGH:
+        return None
+    mean, chance = sum(agreements) / len(agreements), 1 / math.sqrt(len(agreements) * parameters)
+    if mean > 2 * chance:
+        return None
+    message = f"two halves of the population agree on a direction no better than chance ({mean:.1g})"
+    return f"{message}: a larger population, a larger batch or another sigma would help"

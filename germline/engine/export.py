@@ -1,0 +1,32 @@
+"""Weights as safetensors files."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from germline.engine.journal import write_atomically
+from germline.genome import Genome
+
+
+def export_model(model: nn.Module, file: Path) -> None:
+    """Write a model's state_dict, with tied weights once, as safetensors."""
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    write_atomically(file, save(tensors))
+
+
+def export_theta(genome: Genome, theta: torch.Tensor, file: Path) -> None:
+    """Write the trainable parameters by name, with tied ones once, as safetensors."""
+    from safetensors.torch import save
+
+    views = genome.views(theta.detach().cpu())
+    write_atomically(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))

@@ -1,0 +1,252 @@
+"""Ways to get hold of a run: set up, start, resume, or open it for a replay."""
+
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+from germline import noise
+from germline.engine.diagnostics import probe_sigma
+from germline.engine.header import build_header, describe_settings, restore_strategy
+from germline.engine.journal import Journal, Record
+from germline.engine.replay import apply_probe, replay
+from germline.engine.session import Session
+from germline.engine.stopping import Stop
+from germline.errors import BadInput
+from germline.fleet.local import Local
+from germline.fleet.protocol import Fleet
+from germline.genome import Genome, frozen_sha256
+from germline.objective import Batches, Data, Objective
+from germline.population import Plan
+from germline.recipes.recipe import Recipe
+from germline.strategies.protocol import AnyStrategy, GradientStrategy
+
+
+def set_up(recipe: Recipe, fleet: Fleet, seed: int) -> Session:
+    """Make a recipe's session ready and try its module on the first batch; nothing is written."""
+    strategy, splits = fleet.adapt(recipe.strategy), recipe.splits()
+    fleet.check(strategy)
+    session = Session.create(
+        recipe.model, strategy, recipe.goal(), fleet, seed, dtype=recipe.dtype, dropout=recipe.dropout
+    )
+    workers = 1
+    if strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).per_worker:
+        workers = fleet.group.size
+    session.recipe, session.splits = recipe, splits
+    session.batches = make_batches(recipe, splits, seed, workers)
+    session.scorer.try_module(session.batch(0))
+    return session
+
+
+def make_batches(recipe: Recipe, splits: Mapping[str, Data], seed: int, workers: int = 1) -> Batches | None:
+    """Return the batches of a run, which grow with the workers where each has its own; None without training data."""
+    if "train" not in splits:
+        return None
+    train = splits["train"]
+    size = recipe.batch_size or train.batch_size or train.length
+    return Batches(train, min(workers * size, train.length), seed, recipe.shuffle)
+
+
+def start(
+    recipe: Recipe, path: Path, *, seed: int, fleet: Fleet, about: Mapping[str, Any], stop: Stop | None = None
+) -> Session:
+    """Start a new run, with generation 0 on disk; nothing is written before everything has been tried.
+
+    Args:
+        recipe: The model, the data, the objective and the strategy.
+        path: The directory to create.
+        seed: The seed of the run's random numbers.
+        fleet: Who evaluates the members.
+        about: The name and the settings of the recipe and the command, for the header.
+        stop: The limits of the run.
+    """
+    stop, group = stop or Stop(), fleet.group
+
+    def try_run() -> Session:
+        session = set_up(recipe, fleet, seed)
+        stop.check(session.scorer.objective, session.splits)
+        session.prepare(session.batch(0))
+        return session
+
+    session = group.all_or_none(try_run)
+    share_weights(session)
+    session.scorer.adopt(Plan(**group.broadcast(asdict(session.scorer.chosen_plan))))
+    header = build_header(session, {**about, "stop": asdict(stop)})
+    every = [recipe.evaluate_every, recipe.snapshot_every]
+    group.agree(lambda: run_facts(session, header) | {"times of evaluation and snapshots": every})
+    session.journal = group.all_or_none(
+        lambda: Journal.create(path, header, session.state) if group.owns_journal else None
+    )
+    session.path = Path(group.broadcast(str(path)))
+    choose_sigma(session)
+    admit_workers(session, header)
+    session.share_update()
+    return session
+
+
+def start_or_continue(
+    recipe: Recipe,
+    path: Path,
+    *,
+    seed: int,
+    fleet: Fleet,
+    about: Mapping[str, Any],
+    stop: Stop | None = None,
+    is_named: bool = True,
+) -> Session:
+    """Start a new run or, where the launcher of this process has started it again, resume the run of the first time."""
+    fleet.start_run()
+    launch = fleet.launch_name
+    expected = {"launch": launch, "seed": seed, "recipe": about.get("recipe"), "command": about.get("command")}
+    expected |= {"strategy": recipe.strategy.name}
+    places = [path] if is_named else [file.parent for file in path.parent.glob("[!.]*/journal.sqlite")]
+    matching = (place for place in places if Journal.header_matches(place, expected))
+    earlier = next(matching, None) if launch is not None else None
+    if not fleet.group.elect(earlier is not None):
+        return start(recipe, path, seed=seed, fleet=fleet, about=about, stop=stop)
+    owns = earlier is not None and fleet.group.owns_journal
+    return resume(recipe, Journal.open(cast(Path, earlier)) if owns else None, fleet)
+
+
+def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
+    """Return a run as its journal left it, ready for the next generation.
+
+    Args:
+        recipe: What the run was started with; its strategy gives functions among the settings, and classes that are
+            not part of this package.
+        journal: The run's journal; None in a process of a fleet that does not own it.
+        fleet: Who evaluates the members.
+    """
+    group = fleet.group
+    session = group.all_or_none(lambda: rebuild(recipe, journal, fleet))
+    device = session.scorer.device
+    group.agree(lambda: {"noise on its device": noise.field_digest(device), "kind of device": device.type})
+    group.on_journal_rank(lambda: replay(session))
+    sigma = session.strategy.sigma if session.journal is not None and probed(session) else None  # type: ignore[attr-defined]
+    totals, plan, sigma = group.broadcast((dict(session.totals()), asdict(session.scorer.chosen_plan), sigma))
+    for name, value in totals.items():
+        setattr(session, name, value)
+    session.scorer.adopt(Plan(**plan))
+    if session.strategy.needs_probe and sigma is not None:
+        session.strategy = replace(session.strategy, sigma=sigma)  # type: ignore[type-var]
+    session.state = group.broadcast_state(session.state)
+    choose_sigma(session)
+    if session.journal is not None:
+        admit_workers(session, session.journal.header)
+    session.share_update()
+    return session
+
+
+def probed(session: Session) -> bool:
+    """Return whether the sigma of a replayed run was chosen by a probe."""
+    return session.require_journal().header["settings"].get("sigma") == "auto" and not session.strategy.needs_probe
+
+
+def rebuild(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
+    """Return a run before its first generation, from its recipe and the header of its journal."""
+    content = (dict(journal.header), str(journal.path)) if journal is not None else ({}, "")
+    header, path = fleet.group.broadcast(content)
+    if fleet.sends_weights:
+        model = copy.deepcopy(recipe.model)
+        model.load_state_dict(fleet.group.broadcast_state(dict(model.state_dict())))
+        recipe = replace(recipe, model=model)
+    session = rebuild_from_header(recipe, header, fleet, path)
+    session.journal, session.path = journal, Path(path)
+    return session
+
+
+def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet, run: str) -> Session:
+    """Return a run before its first generation; what differs from its header is an error that names it."""
+    splits = recipe.splits()
+    strategy = restore_strategy(header, recipe.strategy)
+    fleet.check(strategy)
+    plan = Plan(**header["plan"])
+    session = Session.create(recipe.model, strategy, recipe.goal(), fleet, header["seed"], plan=plan)
+    differences = {
+        "model": (session.scorer.genome.describe(), header["layout"]),
+        "objective": (session.scorer.objective.maximize, header["maximize"]),
+        "order of the batches": (recipe.shuffle, header["shuffle"]),
+        "value of the model's frozen parameters and buffers": (frozen_sha256(recipe.model), header["frozen_sha256"]),
+    }
+    if header["data"]:  # otherwise the caller gives batches one by one
+        differences |= {f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()}
+    for what, (here, there) in differences.items():
+        if here != there:
+            raise BadInput(f"The {what} is not that of {run}: a run goes on only with what it began with.")
+    session.recipe, session.splits = recipe, splits
+    session.batches = make_batches(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
+    session.scorer.try_module(session.batch(0))
+    return session
+
+
+def open_for_replay(journal: Journal, given: AnyStrategy | None = None) -> Session:
+    """Return a run of an ``evolve`` strategy from its journal alone: to be replayed, not to go on."""
+    header = journal.header
+    objective = Objective(lambda model: float("nan"), header["maximize"], of_model=True)
+    strategy = restore_strategy(header, given, for_replay=True)
+    genome = Genome.from_description(header["layout"])
+    session = Session.create(None, strategy, objective, Local("cpu"), header["seed"], genome=genome)
+    session.journal, session.path = journal, journal.path
+    return session
+
+
+def check_same_settings(strategy: AnyStrategy, header: Mapping[str, Any], run: str) -> None:
+    """Raise an error if a strategy has other settings than a run; those that the run has chosen are not compared."""
+    chosen = {"slices", "shards"}  # may have been multiplied by the number of ranks
+    for name, value in describe_settings(strategy).items():
+        recorded = header["settings"].get(name, value)
+        if value not in (None, "auto") and recorded != value and not (name in chosen and recorded > value):
+            raise BadInput(f"{run} was started with {name}={recorded}, not {value}: a run keeps its settings.")
+
+
+def admit_workers(session: Session, header: Mapping[str, Any], batch: Any = None) -> None:
+    """Let workers of a cluster in: they begin with what the journal says, and with what has been chosen since."""
+    chosen = {"settings": describe_settings(session.strategy), "plan": asdict(session.scorer.chosen_plan)}
+    first = batch if batch is not None else session.batch(0)
+    session.fleet.admit({**header, **chosen}, lambda: session.score_sample(first), batch)
+
+
+def run_facts(session: Session, header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must be the same in all processes of a fleet."""
+    device = session.scorer.device
+    return {
+        "version of the noise": noise.VERSION,
+        "kind of device": device.type,
+        "limit at which to stop": header["stop"],
+        "noise on its device": noise.field_digest(device),
+        "recipe": [header["recipe"], header["recipe_settings"], header["batch_size"], header["maximize"]],
+        "strategy": [header["strategy"], header["settings"], header["seed"]],
+        "model (names, shapes or types of its parameters)": header["layout"],
+        **{f"data set ({name})": fingerprint for name, fingerprint in header["data"].items()},
+        "initial weights": header["initial_theta_sha256"],
+        "value of the model's frozen parameters and buffers": header["frozen_sha256"],
+    }
+
+
+def share_weights(session: Session) -> None:
+    """Have all processes begin with the weights of the one that owns the journal, where the fleet is asked to."""
+    module, group = session.scorer.module, session.fleet.group
+    if session.fleet.sends_weights and module is not None:
+        module.load_state_dict(group.broadcast_state(dict(module.state_dict())))
+        session.state = session.driver.init(session, session.read_theta())
+        session.scorer.evaluators.clear()
+
+
+def choose_sigma(session: Session) -> None:
+    """Choose sigma by a probe where the strategy asks for one, and record the choice."""
+    if not session.strategy.needs_probe:
+        return
+    started = time.perf_counter()
+    batch = session.batch(0)
+    result = probe_sigma(session, batch)
+    samples = result.scores.size * (batch.size if batch else 1)
+    seconds = round(time.perf_counter() - started, 6)
+    info = {"seconds": seconds, "samples": samples, "bytes": session.fleet.count_bytes()}
+    record = Record(result, None, session.fleet.group.broadcast(info))
+    if session.journal is not None:
+        session.journal.append(record)
+        session.journal.commit()
+    apply_probe(session, record)
+

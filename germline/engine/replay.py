@@ -1,0 +1,89 @@
+"""A run from its journal: a State is a fold over the records, and everything here is that fold."""
+
+from dataclasses import replace
+from typing import Any
+
+from germline.engine.journal import PROBE, Journal, Record, content_sha256
+from germline.engine.session import Session
+from germline.errors import BadInput
+from germline.genome import theta_sha256
+from germline.strategies.state import pack
+
+
+def replay(session: Session, until: int | None = None, *, from_start: bool = False) -> None:
+    """Fold the journal's records into a session's State.
+
+    Args:
+        session: A session before its first generation, with a journal.
+        until: How many generations to replay; all of them if None.
+        from_start: Whether to start from snapshot 0 and not from the latest one.
+    """
+    journal, device = session.require_journal(), session.scorer.device
+    records = list(journal.records())
+    if records and records[0].result.generation == PROBE:
+        apply_probe(session, records.pop(0))
+    length = len(records) if until is None else until
+    if length > len(records):
+        raise BadInput(f"{journal.path} has {len(records)} generations, so there is no generation {length}.")
+    first, session.state = journal.latest(session.state, 0 if from_start else length, device)
+    if first == 0 and theta_sha256(session.state.theta) != journal.header["initial_theta_sha256"]:
+        raise BadInput(f"Snapshot 0 of {journal.path} is not the one the run began with: restore it from a copy.")
+    for record in records[:length]:
+        generation = record.result.generation
+        if generation >= first:
+            fold(session, record)
+            if record.theta_sha256 not in (None, theta_sha256(session.state.theta)):
+                first = skip_to_snapshot(session, generation + 1, length, journal)
+        session.note(record)
+        session.generation = generation + 1
+
+
+def fold(session: Session, record: Record) -> None:
+    """Advance a session's State by one record; a gradient, which records do not hold, is computed again."""
+    if session.driver.records_theta:
+        session.prepare(session.batch(record.result.generation))
+    session.tell(session.driver.restore(session, record.result))
+
+
+def skip_to_snapshot(session: Session, generation: int, length: int, journal: Journal) -> int:
+    """Go on from the next snapshot, where backprop has other last bits than on the machine that wrote the journal."""
+    later = [number for number in journal.snapshots() if generation <= number <= length]
+    if not later:
+        message = f"Generation {generation} of {journal.path} has other weights here: backprop has other last bits"
+        raise BadInput(f"{message} on this machine, and there is no snapshot up to generation {length}.")
+    session.state = journal.load(session.state, later[0], session.scorer.device)
+    return later[0]
+
+
+def apply_probe(session: Session, record: Record) -> None:
+    """Set sigma to the one that the probe has chosen."""
+    session.strategy = replace(session.strategy, sigma=record.result.values["sigma"])  # type: ignore[type-var]
+    session.add_totals(record)
+
+
+def verify(session: Session) -> dict[str, Any]:
+    """Replay everything from the beginning, and compare every hash and every snapshot on the way.
+
+    Returns:
+        The number of generations and snapshots, and the hash of the final weights.
+
+    Raises:
+        BadInput: If a record or a snapshot is not what the run replays to.
+    """
+    journal, device = session.require_journal(), session.scorer.device
+    template, snapshots, checked = session.state, journal.snapshots(), 0
+    replay(session, until=0, from_start=True)
+    for record in journal.records():
+        if record.result.generation == PROBE:
+            continue
+        fold(session, record)
+        session.generation = record.result.generation + 1
+        if record.theta_sha256 is not None and record.theta_sha256 != theta_sha256(session.state.theta):
+            raise BadInput(f"Generation {session.generation} of {journal.path} replays to other weights than it had.")
+        if session.generation in snapshots:
+            saved = journal.load(template, session.generation, device)
+            if content_sha256(*pack(saved)) != content_sha256(*pack(session.state)):
+                raise BadInput(f"Snapshot {session.generation} of {journal.path} is not what its records replay to.")
+            checked += 1
+    final = theta_sha256(session.state.theta)
+    return {"generations": session.generation, "snapshots": checked + 1, "theta_sha256": final}

@@ -1,0 +1,229 @@
+"""How the members of a run are scored: by a plan that is chosen once, checked now and then, and replaced if it fails."""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from germline.errors import BadInput, FleetLostError
+from germline.fleet.gradients import average_scores
+from germline.fleet.protocol import Fleet, Scores
+from germline.genome import Genome
+from germline.kernels import kernel_device
+from germline.noise import ADDRESS_LIMIT, Stream
+from germline.objective import Batch, Objective, seeded_generators
+from germline.population import (
+    SURVIVAL,
+    DType,
+    Evaluator,
+    Plan,
+    PlanChoice,
+    SlowPath,
+    block_size,
+    choose_dtype,
+    choose_plan,
+    exact_arithmetic,
+    first_sentence,
+    make_evaluation_copy,
+    matches_plain_copy,
+    rank_correlation,
+    score_first_members,
+    single_threaded_torch,
+)
+from germline.strategies.candidates import Candidates
+from germline.strategies.protocol import AnyStrategy, GenerationInputs
+
+CHECK_EVERY = 100  # generations between checks of sampled members
+SAMPLED = 3  # members of such a check
+RANKED = 256  # members whose ranks are compared where the arithmetic is in bfloat16
+CLOSE = 1e-4  # relative difference up to which the score of a batch is the mean of those of its slices
+ONE_BY_ONE = Plan(1, "loop", vectorized=False)
+
+
+@dataclass
+class Scorer:
+    """Scores members of one module for a run.
+
+    Attributes:
+        module: A copy of the user's module; None where a journal is replayed that needs no gradient.
+        genome: The layout of its trainable parameters.
+        objective: What members are scored on.
+        device: Where they are evaluated.
+        dtype: The type of the arithmetic that was asked for.
+        dropout: Whether members are scored with their dropout layers active.
+        plan: How members are evaluated; None before it is chosen, on the first batch.
+    """
+
+    module: nn.Module | None
+    genome: Genome
+    objective: Objective
+    device: torch.device
+    dtype: DType = "auto"
+    dropout: bool = False
+    plan: Plan | None = None
+    evaluators: dict[Plan, Evaluator] = field(default_factory=dict)
+    prefetched: "PrefetchedScores | None" = None
+
+    @property
+    def chosen_plan(self) -> Plan:
+        assert self.plan is not None, "a plan is chosen before anything is evaluated"
+        return self.plan
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """The evaluator of members by the plan of the run."""
+        return self.find_evaluator(self.chosen_plan)
+
+    @property
+    def gradient_evaluator(self) -> Evaluator:
+        """The evaluator of gradients, which are those of the plain module."""
+        return self.find_evaluator(replace(ONE_BY_ONE, slices=self.chosen_plan.slices))
+
+    def find_evaluator(self, plan: Plan) -> Evaluator:
+        """Return the evaluator of a plan, which is built once."""
+        if plan not in self.evaluators:
+            self.evaluators[plan] = self.build_evaluator(plan)
+        return self.evaluators[plan]
+
+    def build_evaluator(self, plan: Plan) -> Evaluator:
+        """Build an evaluator of a plan."""
+        assert self.module is not None, "a replay without a module evaluates nothing"
+        return Evaluator.build(self.module, self.genome, self.objective, self.device, plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Evaluate members by another plan from now on."""
+        if plan != self.plan:
+            self.plan, self.evaluators, self.prefetched = plan, {}, None
+
+    def try_module(self, batch: Batch | None) -> None:
+        """Run the user's module once on a batch, so that an error is reported before anything else is done."""
+        assert self.module is not None
+        self.objective = self.objective.checked_on(make_evaluation_copy(self.module).to(self.device), batch)
+
+    def choose_plan(
+        self, population: int, candidates: Candidates, batch: Batch | None, *, copies: int, processes: int
+    ) -> Plan:
+        """Choose the fastest plan that gives what plain copies of the module give, and warn if it is a slow one."""
+        assert self.module is not None
+        with single_threaded_torch(), exact_arithmetic(self.device):
+            module = make_evaluation_copy(self.module).to(self.device)
+            size = block_size(population, self.genome, module, batch, copies, processes=processes)
+            choice = choose_plan(self.build_evaluator, size, candidates, batch, dropout=self.dropout)
+            choice = choose_dtype(self.build_evaluator, choice, self.dtype, candidates, batch)
+        if choice.reason is not None:
+            warnings.warn(choice.sentence(), SlowPath, stacklevel=2)
+        if kernel_device(self.device).type != self.device.type:
+            message = f"There are no kernels for {self.device}: its noise is made on the CPU, its layers are torch's."
+            warnings.warn(message, SlowPath, stacklevel=2)
+        return choice.plan
+
+    def slice_gradients(self, plan: Plan, slices: int, theta: torch.Tensor, batch: Batch | None) -> Plan:
+        """Return a plan with the number of slices of a gradient: one, if a score is not the mean of its slices'."""
+        parts = batch.split(slices) if batch is not None else []
+        if len(parts) < 2:
+            return plan
+        assert batch is not None
+        evaluator = self.build_evaluator(ONE_BY_ONE)
+        with torch.no_grad(), single_threaded_torch(), exact_arithmetic(self.device), seeded_generators(0):
+            score = float(evaluator.score_at(theta, batch))
+            scores = np.array([float(evaluator.score_at(theta, part)) for part in parts], np.float32)
+        if math.isclose(score, float(average_scores(scores, parts)[0]), rel_tol=CLOSE, abs_tol=CLOSE):
+            return replace(plan, slices=slices)
+        message = "The loss of a batch is not the mean of the losses of its slices"
+        warnings.warn(f"{message}, so one process computes gradients in one piece.", SlowPath, stacklevel=2)
+        return plan
+
+    def score(
+        self,
+        fleet: Fleet,
+        strategy: AnyStrategy,
+        candidates: Candidates,
+        batch: Batch | None,
+        inputs: GenerationInputs,
+    ) -> Scores:
+        """Return the scores of all members; if the plan of the run fails, adopt a slower one with a warning."""
+        evaluator, generation, plan = self.evaluator, int(candidates.generation), self.chosen_plan
+        isolated, slower = Plan(1, "isolated", vectorized=False, dropout=plan.dropout), None
+        prefetched, self.prefetched = self.prefetched, None
+        try:
+            if prefetched is not None and prefetched.fits(strategy, inputs.state, generation, batch, inputs.values):
+                scores = prefetched.scores.cpu().numpy()[: strategy.population]
+            else:
+                scores = fleet.score(evaluator, candidates, strategy.population, batch, inputs)
+            if batch is not None and generation % CHECK_EVERY == 1:
+                checked = batch
+                if not fleet.group.all(fleet.group.all_or_none(lambda: self.confirm(candidates, checked, scores))):
+                    if plan.dtype == "bfloat16":
+                        slower = PlanChoice(replace(plan, dtype="float32"), "bfloat16 no longer ranks members rightly")
+                    else:
+                        slower = PlanChoice(isolated, "sampled members no longer have the scores of the plain model")
+        except (BadInput, FleetLostError):
+            raise
+        except Exception as error:  # code that takes another path with this batch than it took in the check
+            if plan.one_by_one:
+                raise
+            slower = PlanChoice(isolated, f"{type(error).__name__}: {first_sentence(error)}")
+        if slower is not None:
+            evaluator = self.build_evaluator(slower.plan)
+            scores = fleet.score(evaluator, candidates, strategy.population, batch, inputs)  # or it is an error
+            warnings.warn(slower.sentence(), SlowPath, stacklevel=2)
+            self.adopt(replace(slower.plan, slices=plan.slices))
+        return scores
+
+    def confirm(self, candidates: Candidates, batch: Batch, scores: Scores) -> bool:
+        """Return whether sampled members, or all but one of them, have the scores of plain copies of the module."""
+        plan = self.chosen_plan
+        if plan.one_by_one:
+            return True
+        with single_threaded_torch(), exact_arithmetic(self.device):
+            if plan.dtype == "bfloat16":
+                count = min(RANKED, scores.size)
+                exact_plan = replace(plan, dtype="float32", block=min(plan.block, RANKED))
+                exact = score_first_members(self.build_evaluator(exact_plan), candidates, batch, count)
+                return rank_correlation(exact, scores[:count]) >= SURVIVAL
+            number = int(candidates.generation)
+            sampled = candidates.field.below(
+                scores.size, SAMPLED, number, Stream.SELECTION, member=ADDRESS_LIMIT - 1
+            )
+            plain = self.build_evaluator(Plan(1, "isolated", vectorized=False, dropout=plan.dropout))
+            right = [matches_plain_copy(plain, candidates, batch, scores, int(member)) for member in sampled]
+        return sum(right) >= SAMPLED - 1
+
+    @property
+    def can_prefetch(self) -> bool:
+        """Whether a GPU could score the next generation while this process does something else."""
+        evaluator = self.evaluators.get(self.plan) if self.plan is not None else None
+        return evaluator is not None and any(recording.trusted for recording in evaluator.recordings.values())
+
+    def prefetch(self, strategy: AnyStrategy, state: Any, candidates: Candidates, batch: Batch | None, values: Any) -> None:
+        """Have a GPU start to score a generation, for ``score`` to find; where it cannot, do nothing."""
+        if batch is None:
+            return
+        recording = self.evaluator.recording(candidates, strategy.population, batch)
+        if recording is not None and recording.trusted:
+            scores = recording.scores(candidates, batch)
+            self.prefetched = PrefetchedScores(strategy, state, int(candidates.generation), batch, values, scores)
+
+
+@dataclass(frozen=True)
+class PrefetchedScores:
+    """Scores that a GPU is computing, and what they are made of."""
+
+    strategy: AnyStrategy
+    state: Any
+    generation: int
+    batch: Batch
+    values: Mapping[str, float]
+    scores: torch.Tensor
+
+    def fits(
+        self, strategy: AnyStrategy, state: Any, generation: int, batch: Batch | None, values: Mapping[str, float]
+    ) -> bool:
+        """Return whether these are the scores of a generation."""
+        is_same = self.batch is batch and self.state is state and self.strategy is strategy
+        return is_same and self.generation == generation and self.values == values

@@ -1,0 +1,363 @@
+"""A session: a run that is trained, replayed or followed. One generation is: ask, score, tell, record."""
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from germline.clock import clock
+from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
+from germline.engine.drivers import Driver, find_driver, gradient_strategy
+from germline.engine.export import export_model
+from germline.engine.history import Row, describe_record, read_rows
+from germline.engine.journal import Journal, Record
+from germline.engine.scoring import Scorer
+from germline.errors import BadInput
+from germline.fleet.executor import Executor
+from germline.fleet.protocol import Fleet, MemberShare, Scores, Update
+from germline.genome import Genome, theta_sha256
+from germline.machine import peak_memory
+from germline.noise import Field
+from germline.objective import Batch, Batches, Data, Objective
+from germline.population import DType, Plan, refresh_statistics, single_threaded_torch
+from germline.recipes.recipe import Recipe
+from germline.strategies.protocol import AnyStrategy, GenerationResult
+
+REMEMBERED, RECENT = 4096, 256  # generations that are kept in memory, and of these the last ones without a gap
+STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
+
+
+@dataclass
+class Session:
+    """A strategy at work on a module, with its data and its journal.
+
+    ``gl.train``, ``gl.Search``, resume, replay, verify and the worker of a cluster all use one: they differ in where
+    batches and results come from. Make it with ``Session.create``.
+
+    Attributes:
+        strategy: The algorithm, bound to the module's parameters.
+        scorer: The module, the objective, and how members are evaluated.
+        fleet: Who evaluates the members.
+        seed: The seed of the run's random numbers.
+        noise: The noise field.
+        state: The strategy's State, or this process's part of it.
+        splits: The data sets by name.
+        batches: The batch of each generation; None where there is no training data.
+        recipe: What the run is made of; None where a journal is replayed without it.
+        journal: The run on disk; None in a process that does not own it.
+        path: The directory of the run.
+        generation: The number of finished generations.
+        history: Rows of generations: all of the recent ones, of earlier ones fewer and fewer.
+    """
+
+    strategy: AnyStrategy
+    scorer: Scorer
+    fleet: Fleet
+    seed: int
+    noise: Field
+    driver: Driver
+    state: Any = None
+    splits: dict[str, Data] = field(default_factory=dict)
+    batches: Batches | None = None
+    recipe: Recipe | None = None
+    journal: Journal | None = None
+    path: Path = Path()
+    generation: int = 0
+    seconds: float = 0.0
+    samples: int = 0
+    evaluations: int = 0
+    sent: int = 0  # bytes, by this process
+    received: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    history: list[Row] = field(default_factory=list)
+    eval_splits: tuple[str, ...] = ("dev", "test")  # that are scored during training
+    interrupted: bool = False
+    given_batch: Batch | None = None  # the batch of the caller, where there is no data set
+    update: Update | None = None  # how the fleet shares out updates; see ``share_update``
+    member_share: MemberShare | None = None  # which members train here
+    last_gradient: torch.Tensor | None = None  # for comparison with the next one
+    prefetched_batch: Batch | None = None  # the batch of the next generation, if a GPU has started with it
+    unrecorded_seconds: float = 0.0  # of writing the last generation, which the next record counts
+    last_commit: float = 0.0  # when records were last written to disk
+    peak_bytes: int = 0  # of a GPU, in generations whose resources were measured
+
+    @classmethod
+    def create(
+        cls,
+        module: nn.Module | None,
+        strategy: AnyStrategy,
+        objective: Objective,
+        fleet: Fleet,
+        seed: int,
+        *,
+        plan: Plan | None = None,
+        dtype: DType = "auto",
+        dropout: bool = False,
+        genome: Genome | None = None,
+    ) -> "Session":
+        """Create a session before its first generation; nothing is evaluated or written.
+
+        Args:
+            module: The user's module, which is copied; None for a replay that needs no gradient, with ``genome``.
+            strategy: The algorithm.
+            objective: What members are scored on.
+            fleet: Who evaluates them.
+            seed: The seed of the run's random numbers.
+            plan: How members are evaluated, if that is known; else it is chosen on the first batch.
+            dtype: The type of the members' arithmetic.
+            dropout: Whether members are scored with their dropout layers active.
+            genome: The layout of the parameters, where there is no module.
+        """
+        device = fleet.find_device()
+        if module is not None:
+            genome = Genome.from_module(module)
+            if objective.of_model:  # it may bring its own tensors, for the device where the module is
+                device = fleet.find_device(next(module.parameters()).device)
+            module = copy.deepcopy(module)
+        assert genome is not None
+        strategy = strategy.bind(genome)
+        scorer = Scorer(module, genome, objective, device, dtype, dropout, plan)
+        session = cls(strategy, scorer, fleet, seed, strategy.field(seed, genome), find_driver(strategy))
+        session.state = session.driver.init(session, session.read_theta())
+        return session
+
+    def read_theta(self) -> torch.Tensor:
+        """Return the initial weights: those of the module, or zeros where there is none."""
+        scorer = self.scorer
+        if scorer.module is None:
+            return torch.zeros(scorer.genome.size, dtype=scorer.genome.dtype, device=scorer.device)
+        return scorer.genome.read(scorer.module, scorer.device)
+
+    def prepare(self, batch: Batch | None) -> None:
+        """Choose how members are evaluated, if that has not been chosen yet."""
+        if self.scorer.plan is None:
+            self.scorer.adopt(self.driver.choose_plan(self, batch))
+
+    def score_sample(self, batch: Batch | None) -> Scores:
+        """Return the scores of a few members around the initial weights, computed in this process alone."""
+        self.prepare(batch)
+        candidates, plan = self.driver.sample(self)
+        evaluator = self.scorer.find_evaluator(plan)
+        return Executor().score_blocks(evaluator, candidates, plan.block, batch)[: plan.block]
+
+    def share_update(self) -> None:
+        """Decide how updates are shared out, and keep what this process needs of the State."""
+        self.update = self.driver.share_update(self)
+        self.state = self.update.local_part(self.state)
+
+    def evaluate(self, generation: int, batch: Batch | None) -> GenerationResult:
+        """Score the members of a generation."""
+        self.prepare(batch)
+        return self.driver.score(self, generation, batch)
+
+    def tell(self, result: GenerationResult) -> None:
+        """Advance a whole State by a result that may come from a journal or a coordinator."""
+        maximize = self.scorer.objective.maximize
+        self.state = self.strategy.tell(self.state, result, self.noise, maximize=maximize)
+
+    def advance(self, result: GenerationResult) -> None:
+        """Advance the State by a result, each process of the fleet with its part of it."""
+        if self.update is None:
+            self.share_update()
+        assert self.update is not None
+        self.state = self.update.advance(self.state, result)
+
+    def gather_state(self) -> Any:
+        """Return the whole State; all processes of the fleet must call this."""
+        return self.state if self.update is None else self.update.gather(self.state)
+
+    # A run with a journal
+
+    def step(self, patience: float = 0.0) -> Row:
+        """Run one generation and record it; return its row.
+
+        Args:
+            patience: Seconds for which records may wait until they are written to disk together.
+        """
+        assert self.recipe is not None
+        started = time.perf_counter()
+        group = self.fleet.group
+        group.announce(self.seconds, self.interrupted)
+        batch = self.batch(self.generation) if self.prefetched_batch is None else self.prefetched_batch
+        self.prepare(batch)
+        plan = self.scorer.plan
+        clock.taken()
+        result = self.evaluate(self.generation, batch)
+        before = self.state
+        with clock("update"):
+            self.advance(result)
+        resources = measure_resources(self.scorer.device) if self.driver.records_theta else {}
+        self.generation += 1
+        self._prefetch()
+        is_measured = self.generation % self.recipe.evaluate_every == 0
+        metrics = group.on_journal_rank(lambda: self.measure(batch)) if is_measured else {}
+        diagnostics = diagnose_step(self, result, before) if is_measured and group.owns_journal else {}
+        diagnostics |= self._compare_gradients(result) if group.owns_journal else {}
+        diagnostics |= resources
+        ended = time.perf_counter()
+        info: dict[str, Any] = {
+            "seconds": round(ended - started + self.unrecorded_seconds, 6),
+            "samples": self.driver.count_samples(self, result, batch),
+            "bytes": self.fleet.count_bytes(),
+        }
+        info |= {"metrics": metrics} if metrics else {}
+        info |= {"diagnostics": diagnostics} if diagnostics else {}
+        info |= {"plan": asdict(self.scorer.chosen_plan)} if self.scorer.plan != plan else {}
+        record = Record(result, theta_sha256(self.state.theta) if self.driver.records_theta else None, info)
+        if self.journal is not None:
+            self.journal.append(record)
+        if self.generation % self.recipe.snapshot_every == 0:
+            self.save_snapshot()
+        if time.monotonic() - self.last_commit >= patience:
+            self.commit()
+        self.unrecorded_seconds = time.perf_counter() - ended
+        self.peak_bytes = max(self.peak_bytes, int(resources.get("memory", 0)))
+        return self.note(record)
+
+    def _prefetch(self) -> None:
+        """Have a GPU start the next generation, if there will be one, while this one is written to disk."""
+        self.prefetched_batch = None
+        if self.strategy.kind == "evolve" and self.fleet.group.size == 1 and self.scorer.can_prefetch:
+            with suppress(Exception):  # an error of the next generation is reported when it is due
+                values = self.strategy.values(self.state, self.generation)
+                candidates = self.strategy.ask(self.state, self.noise, self.generation, values)
+                self.prefetched_batch = self.batch(self.generation)
+                self.scorer.prefetch(self.strategy, self.state, candidates, self.prefetched_batch, values)
+
+    def _compare_gradients(self, result: GenerationResult) -> dict[str, float]:
+        if self.strategy.kind != "differentiate":
+            return {}
+        gradient = result.gradient if result.gradient is not None else gradient_strategy(self).direction(self.state)
+        before, self.last_gradient = self.last_gradient, gradient
+        return {} if gradient is None else compare_gradients(gradient, before)
+
+    def commit(self) -> None:
+        """Write all records to disk."""
+        if self.journal is not None:
+            self.journal.commit()
+        self.last_commit = time.monotonic()
+
+    def require_journal(self) -> Journal:
+        """Return the journal, in the process that owns it."""
+        assert self.journal is not None, "this process does not own the journal"
+        return self.journal
+
+    def save_snapshot(self) -> Any:
+        """Save a snapshot of the whole State and return it; all processes of the fleet must call this."""
+        state = self.gather_state()
+        if self.journal is not None:
+            self.journal.save(state, self.generation)
+        return state
+
+    def note(self, record: Record) -> Row:
+        """Add a record to what is known of the run; return its row."""
+        self.add_totals(record)
+        if "plan" in record.info:  # from here on members were evaluated by another plan
+            self.scorer.adopt(Plan(**record.info["plan"]))
+        self.metrics |= record.info.get("metrics", {})
+        self.evaluations += record.result.scores.size
+        totals = {"total_seconds": self.seconds, "total_samples": self.samples}
+        row = describe_record(record, self.scorer.objective.maximize) | totals
+        self.history.append(row)
+        if len(self.history) > REMEMBERED:
+            self.history[:-RECENT] = self.history[:-RECENT:2]
+        return row
+
+    def add_totals(self, record: Record) -> None:
+        """Add the seconds, samples and bytes of a record to the totals."""
+        self.seconds += record.info["seconds"]
+        self.samples += record.info["samples"]
+        self.sent += record.info["bytes"][0]
+        self.received += record.info["bytes"][1]
+
+    def rows(self) -> list[Row]:
+        """Return a row for every generation, where this process has the journal."""
+        return read_rows(self.journal) if self.journal is not None else self.history
+
+    # Data and measurements
+
+    def batch(self, generation: int) -> Batch | None:
+        """Return the batch of a generation, or None for an objective of the whole model."""
+        return self.batches.batch(generation, self.scorer.device) if self.batches is not None else None
+
+    @property
+    def batch_size(self) -> int:
+        return self.batches.batch_size if self.batches is not None else 1
+
+    def dev_batch(self, generation: int) -> Batch:
+        """Return the batch of the dev set on which samples of a generation are scored."""
+        if "dev" not in self.splits or self.batches is None:
+            raise BadInput("There is no dev set to select samples on: give one, or leave out select_on=dev.")
+        dev = self.splits["dev"]
+        size = min(self.batches.batch_size, dev.length)
+        return Batches(dev, size, self.batches.seed).batch(generation, self.scorer.device)
+
+    def measure(self, batch: Batch | None) -> dict[str, float]:
+        """Return the center's score on a batch, and the metrics of the data sets that are evaluated."""
+        objective = self.scorer.objective
+        with torch.no_grad(), single_threaded_torch():  # a metric may end the run: it must not depend on threads
+            model = self.model()
+            metrics = {f"center_{objective_name(objective)}": float(objective.score(model, batch))}
+            for split in self.eval_splits:
+                if split in self.splits:
+                    values = objective.evaluate(model, self.splits[split], self.scorer.device)
+                    metrics |= {f"{split}_{key}": value for key, value in values.items()}
+        return metrics
+
+    def model(self) -> nn.Module:
+        """Return the center as a module, in evaluation mode."""
+        model = copy.deepcopy(self.scorer.module)  # what it writes to its buffers must not reach any member
+        assert model is not None
+        self.scorer.genome.write(self.state.theta, model)
+        model.to(self.scorer.device).eval()
+        if self.batches is not None:
+            some = (self.batches.batch(g, self.scorer.device) for g in range(STATISTICS_BATCHES))
+            refresh_statistics(model, some)
+        return model
+
+    def finish(self, stopped_by: str) -> dict[str, Any]:
+        """Save the final snapshot and the exported model; return the summary of the run."""
+        self.seconds, self.unrecorded_seconds = self.seconds + self.unrecorded_seconds, 0.0
+        state = self.save_snapshot()
+        if self.strategy.kind == "train_members":  # not every rank has the best member
+            self.state = replace(self.state, theta=state.theta)
+        return self.fleet.group.on_journal_rank(lambda: self._summarize(stopped_by))
+
+    def _summarize(self, stopped_by: str) -> dict[str, Any]:
+        self.eval_splits = ("train", "dev", "test") if not self.scorer.objective.of_model else ("dev", "test")
+        self.metrics |= self.measure(self.batch(max(self.generation - 1, 0)))
+        export_model(self.model(), self.path / "model.safetensors")
+        summary = {
+            "run": str(self.path),
+            "recipe": self.require_journal().header["recipe"],
+            "strategy": self.strategy.name,
+            "generations": self.generation,
+            "evaluations": self.evaluations,
+            "samples": self.samples,
+            "seconds": round(self.seconds, 3),
+            "metrics": {k: round(v, 6) if math.isfinite(v) else None for k, v in sorted(self.metrics.items())},
+            "theta_sha256": theta_sha256(self.state.theta),
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "peak_memory_bytes": max(self.peak_bytes, peak_memory(self.scorer.device)),
+            "stopped_by": stopped_by,
+        }
+        self.require_journal().save_outcome(summary)
+        return summary
+
+    def totals(self) -> Mapping[str, Any]:
+        """Return what a rank that joins a resumed run must know."""
+        names = ("generation", "seconds", "samples", "evaluations", "metrics")
+        return {name: getattr(self, name) for name in names}
+
+
+def objective_name(objective: Objective) -> str:
+    """Return how the value of an objective is called: a score is maximized, a loss minimized."""
+    return "score" if objective.maximize else "loss"

@@ -1,0 +1,103 @@
+"""The limits at which a run ends."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from germline.errors import BadInput, unknown_name
+from germline.engine.session import Session, objective_name
+from germline.objective import Objective
+
+LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether lower values of a metric are better, by its name.
+
+    >>> lower_is_better("test_mse"), lower_is_better("test_accuracy")
+    (True, False)
+    """
+    return metric.endswith(LOWER_IS_BETTER)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A metric and the value at which a run ends."""
+
+    metric: str
+    value: float
+    lower_is_better: bool
+
+    @classmethod
+    def parse(cls, target: "Target | str | Sequence[Any] | None") -> "Target | None":
+        """Return the target of METRIC=VALUE, METRIC<=VALUE, METRIC>=VALUE or (metric, value); = goes by the name."""
+        if target is None or isinstance(target, Target):
+            return target
+        match = re.fullmatch(
+            r"\s*(\w+)\s*(<=|>=|=)\s*(\S+)\s*", target if isinstance(target, str) else "{}={}".format(*target)
+        )
+        try:
+            if match is None:
+                raise ValueError
+            value = float(match[3])
+        except ValueError:
+            raise BadInput(f"A target is METRIC=VALUE, such as dev_accuracy=0.95, not {target!r}.") from None
+        return cls(match[1], value, match[2] == "<=" or (match[2] == "=" and lower_is_better(match[1])))
+
+    def is_reached(self, metrics: Mapping[str, float]) -> bool:
+        """Return whether the metric has reached the value."""
+        value = metrics.get(self.metric)
+        return value is not None and (value <= self.value if self.lower_is_better else value >= self.value)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The limits of a run, which ends at the first that it reaches.
+
+    Attributes:
+        generations: Generations in all.
+        seconds: Seconds of training in all, over every resume.
+        target: A metric and its value.
+        evaluations: Forward passes of a batch, of which a backward pass counts as two.
+    """
+
+    generations: int | None = None
+    seconds: float | None = None
+    target: Target | None = None
+    evaluations: int | None = None
+
+    @classmethod
+    def from_header(cls, limits: Mapping[str, Any]) -> "Stop":
+        """Return the limits that a run was started with."""
+        target = Target(**limits["target"]) if limits.get("target") else None
+        return cls(limits.get("generations"), limits.get("seconds"), target, limits.get("evaluations"))
+
+    def __post_init__(self) -> None:
+        if self.generations is not None and self.generations < 0:
+            raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
+        if self.evaluations is not None and self.evaluations < 0:
+            raise BadInput(f"The number of evaluations must not be negative, but is {self.evaluations}.")
+        if self.seconds is not None and not 0 <= self.seconds < float("inf"):
+            raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
+
+    def check(self, objective: Objective, splits: Iterable[str]) -> None:
+        """Raise an error that names the metrics, if the target's metric will not be measured."""
+        name = objective_name(objective)
+        kinds = [*(objective.metrics or {}), *(() if objective.of_model else (name,))]
+        names = [f"{split}_{kind}" for split in splits for kind in kinds] + [f"center_{name}"]
+        if self.target is not None and self.target.metric not in names:
+            raise unknown_name("metric", self.target.metric, names)
+
+    def reason(self, session: Session) -> str | None:
+        """Return which limit a session has reached, or None if it goes on."""
+        if self.target is not None and self.target.is_reached(session.metrics):
+            return "target"
+        if self.generations is not None and session.generation >= self.generations:
+            return "generations"
+        if self.evaluations is not None and session.samples >= self.evaluations * session.batch_size:
+            return "evaluations"
+        seconds, interrupted = session.fleet.group.stop_status(session.seconds, session.interrupted)
+        if self.seconds is not None and seconds >= self.seconds:
+            return "seconds"
+        return "interrupt" if interrupted else None

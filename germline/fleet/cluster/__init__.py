@@ -1,0 +1,1 @@
+"""A cluster of unlike machines: a coordinator with the run, and workers that come and go."""

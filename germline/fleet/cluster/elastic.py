@@ -1,0 +1,451 @@
+"""The elastic fleet: a coordinator with the run, and workers on any machines that come, go, stall and die.
+
+The coordinator keeps the State and the journal; workers only score. Blocks of members are scheduled by speed and have
+the same scores wherever they are computed.
+"""
+
+import asyncio
+import atexit
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from germline import noise
+from germline.errors import BadInput
+from germline.fleet.cluster.crew import Crew
+from germline.fleet.cluster.hub import Hub
+from germline.fleet.cluster.jobs import TOLERANCE, Coordinator, Job, are_close
+from germline.fleet.cluster.keys import create_authority
+from germline.fleet.cluster.messages import (
+    HEARTBEATS,
+    ConnectionLostError,
+    Head,
+    Message,
+    Stream,
+    decode_tensors,
+    encode_batch,
+    encode_state,
+    parse_address,
+)
+from germline.fleet.executor import Executor, find_device
+from germline.fleet.gradients import average_scores, count_encoded_bytes, decode_rows, encode_rows, sum_encoded
+from germline.fleet.local import LocalMembers, LocalUpdate, Solo, local_gradient, scores_of
+from germline.fleet.protocol import Sample, Scores, TrainedMember
+from germline.noise import Field
+from germline.objective import Batch
+from germline.population import Evaluator
+from germline.strategies.candidates import Candidates
+from germline.strategies.protocol import AnyStrategy, GenerationInputs, GenerationResult, MemberStrategy, Wire
+from germline.strategies.state import pack, unpack
+from germline.version import __version__
+
+TIMEOUT = 15.0  # seconds after which a silent worker is given up
+PAD = 1 << 16  # bytes by which the bandwidth to a worker is measured
+PREPARING = 600.0  # seconds for a worker to build the run
+STARTS = 3  # workers started here that may die before one of them is let in
+PARENT = "GERMLINE_PARENT"  # the variable of a worker that ends with the process that holds its standard input
+
+
+class Elastic:
+    """A coordinator of workers on any machines.
+
+    Args:
+        address: Where it listens, as HOST:PORT; port 0 is any free port.
+        keys: A folder of certificates ('germline keys'). Without keys only this machine is listened to.
+        device: The device of the coordinator, which checks samples of the workers' scores.
+        workers: The number of workers to start here, for ``recipe``; others are started by 'germline worker'.
+        recipe: The recipe of the workers that are started here: a name, a Python file, or module:function.
+        strategy: Where they find a strategy that is not part of this package, as module:Class.
+        timeout: Seconds after which a silent worker is given up.
+
+    >>> fleet = Elastic()
+    >>> fleet.hub.host
+    '127.0.0.1'
+    >>> fleet.close()
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:0",
+        *,
+        keys: str | Path | None = None,
+        device: str = "auto",
+        workers: int = 0,
+        recipe: str | None = None,
+        strategy: str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if workers and recipe is None:
+            raise BadInput("Workers here need to know the recipe: give recipe=, or start them with 'germline worker'.")
+        host, port = parse_address(address)
+        self.device, self.timeout, self.executor = device, timeout, Executor()
+        self.private_keys: tempfile.TemporaryDirectory[str] | None = None
+        if workers and keys is None:  # otherwise every user of this machine could join
+            self.private_keys = tempfile.TemporaryDirectory(prefix="germline-keys-")
+            keys = Path(self.private_keys.name, "keys")
+            create_authority(keys)
+        self.hub = Hub(host, port, Path(keys) if keys is not None else None, self._greet, timeout)
+        self.crew = Crew(self.hub)
+        self.coordinator = Coordinator(self.hub, self.crew, self._check_processes)
+        self.invitation: dict[str, Any] | None = None
+        self.is_open = False  # whether workers score; before that, this process does
+        self.block = 1  # members of a piece
+        self.counted = (0, 0)  # bytes sent and received at the last count
+        self.failed_starts = 0  # workers started here that have died since one was let in
+        self.processes: list[subprocess.Popen[bytes]] = []
+        command = [sys.executable, "-m", "germline", "worker", self.hub.address, "--recipe", str(recipe)]
+        command += ["--device", device, *(["--keys", str(keys)] if keys is not None else [])]
+        self.commands = [[*command, *(["--strategy", strategy] if strategy is not None else [])]] * workers
+        self._start_processes()
+        atexit.register(self.close)
+
+    @property
+    def group(self) -> Solo:
+        return Solo()
+
+    @property
+    def launch_name(self) -> str | None:
+        return None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_open and not self.crew.workers
+
+    @property
+    def sends_weights(self) -> bool:
+        return False
+
+    def find_device(self, default: torch.device | None = None) -> torch.device:
+        return find_device(self.device, default)
+
+    def adapt(self, strategy: AnyStrategy) -> AnyStrategy:
+        return strategy
+
+    def check(self, strategy: AnyStrategy) -> None:
+        pass
+
+    # Workers on this machine
+
+    def _start_processes(self) -> None:
+        environment = {**os.environ, PARENT: "stdin"}
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, len(self.commands)))))
+        for place, command in enumerate(self.commands):
+            process = self.processes[place] if place < len(self.processes) else None
+            if process is not None and process.poll() in (None, 2):  # 2: it was turned away, and would be again
+                continue
+            if process is not None:
+                process.communicate()
+                self.failed_starts += 1
+            if self.failed_starts > STARTS:
+                code = process.returncode if process is not None else None
+                raise BadInput(f"Workers started here end before they can work (exit code {code}).")
+            started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+            self.processes[place : place + 1] = [started]
+
+    def _check_processes(self) -> None:
+        """Start workers of this machine again that have died; raise an error if all were turned away."""
+        if self.crew.workers:
+            self.failed_starts = 0
+        if any(process.poll() not in (None, 2) for process in self.processes):
+            self._start_processes()
+        if self.processes and all(process.poll() == 2 for process in self.processes) and not self.crew.workers:
+            raise BadInput("All workers were turned away; they have said why.")
+
+    def close(self, *, ended: bool = False) -> None:
+        """Let all workers go: to wait for the run to go on or, where it has ended or they were started here, for good."""
+        atexit.unregister(self.close)
+        self.commands = []
+        self.hub.close({"op": "end"} if ended or self.processes else None)
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(3.0)
+            process.kill()
+            process.communicate()
+        self.processes = []
+        if self.private_keys is not None:
+            self.private_keys.cleanup()
+
+    # Admission
+
+    def start_run(self) -> None:
+        self.is_open, self.invitation, self.coordinator.run = False, None, None
+        self.crew.forget_run()
+
+    def admit(self, header: Mapping[str, Any], sample: Sample, batch: Batch | None = None) -> None:
+        self.hub.say(f"waiting for workers at {self.hub.address}")
+        run = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
+        self.coordinator.run = run
+        invitation: dict[str, Any] = {"run": run, "header": dict(header), "sample": sample()}
+        self.invitation = invitation | {"batch": encode_batch(batch, 0) if batch is not None else None}
+
+    async def _greet(self, stream: Stream) -> tuple[Head, float]:
+        """Let a worker in that proves to do the same work; return what it says of its machine, and its bandwidth."""
+        about = (await asyncio.wait_for(stream.read(), self.timeout)).head
+        texts = [about.get(name) for name in ("name", "device", "machine")]
+        if about.get("op") != "join" or not all(isinstance(text, str) and len(text) < 200 for text in texts):
+            raise BadInput("it does not speak as workers do")
+        try:
+            return await self._admit_worker(stream, about)
+        except (BadInput, TimeoutError) as error:
+            with suppress(ConnectionLostError, TimeoutError):
+                await asyncio.wait_for(stream.write({"op": "refused", "reason": str(error)}), 2.0)
+            raise
+
+    async def _admit_worker(self, stream: Stream, about: Head) -> tuple[Head, float]:
+        for what, version in (("germline", __version__), ("noise", noise.VERSION)):
+            if about.get(what) != version:
+                raise BadInput(f"it has version {about.get(what)} of {what}, and the coordinator {version}")
+        heartbeats = asyncio.ensure_future(stream.send_heartbeats(self.timeout / HEARTBEATS))
+        try:
+            started = time.monotonic()
+            await stream.write({"op": "ping"})
+            await self._expect(stream, "pong")
+            round_trip, started = time.monotonic() - started, time.monotonic()
+            await stream.write({"op": "ping"}, [os.urandom(PAD)])
+            await self._expect(stream, "pong")
+            bandwidth = PAD / max(1e-6, time.monotonic() - started - round_trip)
+            while self.invitation is None:
+                await asyncio.sleep(0.1)
+            invitation = self.invitation
+            check_device(about, invitation["header"])
+            if invitation["batch"] is not None:
+                await stream.write(*invitation["batch"])
+            about_run = {"run": invitation["run"], "header": invitation["header"], "timeout": self.timeout}
+            await stream.write({"op": "welcome", **about_run})
+            ready = await asyncio.wait_for(self._expect(stream, "ready"), PREPARING)
+        finally:
+            heartbeats.cancel()
+        if "differs" in ready.head:
+            raise BadInput(str(ready.head["differs"])[:500])
+        check_ready(ready.head)
+        scores = np.frombuffer(b"".join(ready.arrays), np.float32)
+        if not are_close(scores, invitation["sample"], TOLERANCE[invitation["header"]["plan"]["dtype"]]):
+            raise BadInput("it computes other scores for the same members than the coordinator")
+        return about | ready.head | {"run": invitation["run"]}, bandwidth
+
+    async def _expect(self, stream: Stream, op: str) -> Message:
+        """Return the next message that is not a sign of life."""
+        while True:
+            message = await asyncio.wait_for(stream.read(), self.timeout)
+            if message.head.get("op") == op:
+                return message
+            if message.head.get("op") != "alive":
+                raise BadInput(f"it said {str(message.head.get('op'))[:20]!r} where {op!r} was expected")
+
+    # Work
+
+    def score(
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        inputs: GenerationInputs | None = None,
+    ) -> Scores:
+        if not self.is_open or inputs is None:
+            return self.executor.score_blocks(evaluator, candidates, population, batch)[:population]
+        block = self.block = evaluator.plan.block
+
+        def decode(first: int, last: int, arrays: list[bytes]) -> Scores:
+            scores = np.frombuffer(arrays[0], np.float32)
+            if scores.size != (last - first) * block:
+                raise BadInput(f"it answered with {scores.size} scores where {(last - first) * block} were asked for")
+            return scores
+
+        def compute(first: int, last: int) -> Scores:
+            return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
+
+        job = Job("scores", -(-population // block), decode, compute, lambda scores: scores)
+        return np.concatenate(self.coordinator.run_job(job, inputs, evaluator.plan))[:population]
+
+    def gradient(
+        self,
+        evaluator: Evaluator,
+        theta: torch.Tensor,
+        batch: Batch,
+        wire: Wire,
+        inputs: GenerationInputs | None = None,
+    ) -> tuple[Scores, torch.Tensor]:
+        if not self.is_open or inputs is None:
+            return local_gradient(self.executor, evaluator, theta, batch, wire)
+        parts, size = batch.split(evaluator.plan.slices), theta.numel()
+        width = count_encoded_bytes(size, wire, theta.dtype)
+
+        def decode(first: int, last: int, arrays: list[bytes]) -> tuple[Scores, torch.Tensor]:
+            scores = np.frombuffer(arrays[0], np.float32)
+            rows = torch.frombuffer(bytearray(arrays[1]), dtype=torch.uint8).view(last - first, width)
+            if scores.size != last - first:
+                raise BadInput(f"it answered with {scores.size} scores where {last - first} were asked for")
+            return scores, rows
+
+        def compute(first: int, last: int) -> tuple[Scores, torch.Tensor]:
+            scores, rows = self.executor.gradients(evaluator, theta, parts[first:last], batch.size)
+            return scores, encode_rows(rows, wire).cpu()
+
+        def numbers(answer: tuple[Scores, torch.Tensor]) -> Scores:
+            lengths = decode_rows(answer[1], size, wire, theta.dtype).double().norm(dim=1)
+            return np.stack([answer[0], lengths.float().numpy()], 1).ravel()  # piece by piece
+
+        answers = self.coordinator.run_job(Job("gradient", len(parts), decode, compute, numbers), inputs)
+        rows = torch.cat([rows for _, rows in answers]).to(theta.device)
+        scores = np.concatenate([scores for scores, _ in answers])
+        return average_scores(scores, parts), sum_encoded(rows, size, wire, theta.dtype)
+
+    def share_update(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> "RecordedUpdate":
+        self.is_open = True
+        return RecordedUpdate(LocalUpdate(strategy, field, maximize), self.crew, self.coordinator)
+
+    def share_members(
+        self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool
+    ) -> "RemoteMembers":
+        self.is_open = True
+        update = RecordedUpdate(LocalUpdate(strategy, field, maximize), self.crew, self.coordinator)
+        return RemoteMembers(update, LocalMembers(update.local, self.executor), self.coordinator, strategy)
+
+    def describe_workers(self) -> list[dict[str, Any]]:
+        """Return what people want to know of each worker."""
+        workers, generation = list(self.crew.workers.values()), self.coordinator.generation
+        total = sum(worker.rate for worker in workers if worker.is_useful(generation)) or 1.0
+        return [
+            {
+                "name": worker.name,
+                "device": worker.peer.about.get("device"),
+                "machine": worker.peer.about.get("machine"),
+                "state": worker.describe(generation, self.timeout),
+                "members_per_second": self.block * worker.rate,
+                "share": worker.rate / total if worker.is_useful(generation) else 0.0,
+                "busy_seconds": worker.busy_seconds,
+                "answers": worker.answers,
+                "pieces": worker.pieces,
+                "bytes_sent": worker.peer.stream.received,
+                "bytes_received": worker.peer.stream.sent,
+            }
+            for worker in workers
+        ]
+
+    def count_bytes(self) -> tuple[int, int]:
+        streams, past = [worker.peer.stream for worker in self.crew.workers.values()], self.coordinator.past_bytes
+        now = (past[0] + sum(s.sent for s in streams), past[1] + sum(s.received for s in streams))
+        before, self.counted = self.counted, now
+        return now[0] - before[0], now[1] - before[1]
+
+
+@dataclass(frozen=True)
+class RecordedUpdate:
+    """An update by the coordinator, which workers that follow by records make for themselves meanwhile."""
+
+    local: LocalUpdate
+    crew: Crew
+    coordinator: Coordinator
+
+    def local_part(self, state: Any) -> Any:
+        return state
+
+    def advance(self, state: Any, result: GenerationResult) -> Any:
+        strategy = self.local.strategy
+        if strategy.kind == "evolve":
+            self.crew.record(strategy, state, result, self.coordinator.job_number)
+        self.coordinator.generation = result.generation + 1
+        return self.local.advance(state, result)
+
+    def gather(self, state: Any) -> Any:
+        return state
+
+
+@dataclass(frozen=True)
+class RemoteMembers:
+    """Members that train on workers: their weights and moments are sent there and back."""
+
+    update: RecordedUpdate
+    local: LocalMembers
+    coordinator: Coordinator
+    strategy: MemberStrategy[Any]
+
+    @property
+    def members(self) -> range:
+        return self.local.members
+
+    def gradient(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.local.gradient(evaluator, theta, batch)
+
+    def train(
+        self, work: Callable[[int], TrainedMember], device: torch.device, inputs: GenerationInputs | None
+    ) -> tuple[list[TrainedMember], Scores]:
+        assert inputs is not None
+        strategy, state, sends_moments = self.strategy, inputs.state, bool(self.strategy.row_arrays)
+
+        def arrays(first: int, last: int) -> list[bytes]:
+            rows = []
+            for member in range(first, last):
+                row = [state.members[member], *([strategy.moments(state, member)] if sends_moments else [])]
+                tree, layout, contents = encode_state(row)
+                rows += [json.dumps({"tree": tree, "layout": layout}).encode(), *contents]
+            return rows
+
+        def decode(first: int, last: int, answer: list[bytes]) -> list[TrainedMember]:
+            trained, per_member = [], len(answer) // (last - first)
+            for place in range(last - first):
+                part = answer[per_member * place : per_member * (place + 1)]
+                template = strategy.moments(state, first + place)
+                member = decode_member(part, template if sends_moments else None, device)
+                if member.theta.shape != state.theta.shape or member.theta.dtype != state.theta.dtype:
+                    raise BadInput("it answered with weights of another shape")
+                if sends_moments and shapes_of(member.moments) != shapes_of(template):
+                    raise BadInput("it answered with moments of another shape")
+                trained.append(member if sends_moments else member._replace(moments=template))
+            return trained
+
+        def compute(first: int, last: int) -> list[TrainedMember]:
+            return self.local.executor.run(lambda place: work(first + place), last - first, device)
+
+        job = Job("train", len(self.members), decode, compute, scores_of, arrays, is_sampled=False)
+        trained = [member for part in self.coordinator.run_job(job, inputs) for member in part]
+        return trained, scores_of(trained)
+
+
+def decode_member(part: list[bytes], template: Any, device: torch.device) -> TrainedMember:
+    """Return a member of a message: its weights, its moments where there is a template for them, and its score."""
+    about = json.loads(part[0])
+    tensors = decode_tensors(about["layout"], part[1:], device)
+    theta = tensors.pop("0")
+    moments = unpack(template, about["tree"]["list"][1], tensors) if template is not None else template
+    return TrainedMember(theta, moments, float(about.get("score", 0.0)))
+
+
+def encode_member(member: TrainedMember, *, with_moments: bool) -> list[bytes]:
+    """Return a member as arrays of a message."""
+    tree, layout, contents = encode_state([member.theta, member.moments] if with_moments else [member.theta])
+    return [json.dumps({"tree": tree, "layout": layout, "score": member.score}).encode(), *contents]
+
+
+def shapes_of(value: Any) -> list[Any]:
+    """Return the names, shapes and types of the arrays of a value."""
+    return [(name, array.shape, array.dtype) for name, array in pack(value)[1].items()]
+
+
+def check_device(about: Head, header: Mapping[str, Any]) -> None:
+    """Raise an error if a worker has another kind of device, and the strategy has other last bits there."""
+    kinds = {header["device"].split(":")[0], about["device"].split(":")[0]}
+    if len(kinds) > 1 and not header["is_portable"]:
+        message = f"its device is {about['device']} and the coordinator's {header['device']}"
+        raise BadInput(f"{message}, and torch optimizers differ between them: use adam, sgd or momentum")
+
+
+def check_ready(head: Head) -> None:
+    """Raise an error if what a worker says of its State is not what the coordinator relies on later."""
+    tell, version = head.get("tell"), head.get("version")
+    is_version = version is None or (isinstance(version, str) and version.isascii() and version.rstrip("+").isdigit())
+    if not (isinstance(tell, int | float) and 0 <= tell < 1e12 and is_version and isinstance(head.get("whole"), bool)):
+        raise BadInput("it does not speak as workers do")

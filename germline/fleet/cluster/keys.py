@@ -1,0 +1,127 @@
+"""Certificates of a fleet: one authority, and a key for each machine. Both ends of a connection must show one.
+
+A machine needs three files: ``ca.pem``, by which it recognizes the others, and its own ``cert.pem`` and ``key.pem``. The
+key of the authority, ``ca.key``, stays where it was created.
+"""
+
+import datetime
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+
+from germline.errors import BadInput
+
+YEARS = 10
+FILES = ("ca.pem", "cert.pem", "key.pem")
+
+
+def create_authority(folder: Path) -> None:
+    """Create an authority, with a key for the coordinator in the same folder."""
+    crypto = Crypto()
+    if (folder / "ca.key").exists():
+        raise BadInput(f"{folder} has an authority already: add machines with 'germline keys add {folder} NAME'.")
+    folder.mkdir(parents=True, exist_ok=True)
+    key = crypto.ec.generate_private_key(crypto.ec.SECP256R1())
+    name = crypto.name("germline fleet")
+    usage = crypto.x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    builder = crypto.certificate(name, key.public_key()).issuer_name(name)
+    builder = builder.add_extension(crypto.x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(usage, critical=True)
+    builder = builder.add_extension(crypto.x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    write_new(folder / "ca.pem", crypto.pem(builder.sign(key, crypto.hashes.SHA256())))
+    write_new(folder / "ca.key", crypto.private(key), secret=True)
+    issue(folder, folder, "coordinator", server=True)
+
+
+def add_machine(folder: Path, name: str) -> Path:
+    """Create a folder with the files of one more machine; return it."""
+    if not (folder / "ca.key").is_file():
+        raise BadInput(f"{folder} has no authority: make one with 'germline keys init {folder}'.")
+    if not name or name != Path(name).name or name.startswith("."):
+        raise BadInput(f"{name!r} cannot be the name of a machine: use letters and digits.")
+    machine = folder / name
+    if machine.exists():
+        raise BadInput(f"{machine} exists already: give the machine another name, or delete it first.")
+    machine.mkdir()
+    write_new(machine / "ca.pem", (folder / "ca.pem").read_bytes())
+    issue(folder, machine, name)
+    return machine
+
+
+def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> None:
+    """Create a key and its certificate, signed by the authority; a worker's does not make it a coordinator."""
+    crypto = Crypto()
+    parent = crypto.x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes())
+    signer = crypto.load_key((authority / "ca.key").read_bytes())
+    key = crypto.ec.generate_private_key(crypto.ec.SECP256R1())
+    usages = crypto.oid.ExtendedKeyUsageOID
+    allowed = [usages.CLIENT_AUTH, *([usages.SERVER_AUTH] if server else [])]
+    builder = crypto.certificate(crypto.name(name), key.public_key()).issuer_name(parent.subject)
+    builder = builder.add_extension(crypto.x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(crypto.x509.ExtendedKeyUsage(allowed), critical=False)
+    builder = builder.add_extension(
+        crypto.x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+    )
+    write_new(folder / "cert.pem", crypto.pem(builder.sign(signer, crypto.hashes.SHA256())))
+    write_new(folder / "key.pem", crypto.private(key), secret=True)
+
+
+def ssl_context(folder: Path, *, server: bool) -> ssl.SSLContext:
+    """Return one end of a connection, which accepts only certificates of the same authority."""
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise BadInput(
+            f"{folder} has no {missing[0]}: make keys with 'germline keys init DIR' and 'keys add DIR NAME'."
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # machines may be anywhere: the authority's signature counts
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(folder / "ca.pem")
+        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    except (ssl.SSLError, OSError) as error:
+        raise BadInput(f"The keys in {folder} cannot be used: {error}.") from error
+    return context
+
+
+def write_new(path: Path, content: bytes, *, secret: bool = False) -> None:
+    """Write a new file; a secret one can be read by its owner alone, from the start."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+        file.write(content)
+
+
+class Crypto:
+    """The parts of the library cryptography that are used here."""
+
+    def __init__(self) -> None:
+        try:
+            from cryptography import x509
+            from cryptography.hazmat.primitives import hashes, serialization
+            from cryptography.hazmat.primitives.asymmetric import ec
+        except ImportError as error:
+            raise BadInput("Keys need the library cryptography: pip install 'germline[elastic]'.") from error
+        self.x509, self.oid, self.hashes, self.serialization, self.ec = x509, x509.oid, hashes, serialization, ec
+
+    def name(self, common: str) -> Any:
+        return self.x509.Name([self.x509.NameAttribute(self.oid.NameOID.COMMON_NAME, common)])
+
+    def certificate(self, subject: Any, public: Any) -> Any:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = self.x509.CertificateBuilder().subject_name(subject).public_key(public)
+        builder = builder.serial_number(self.x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
+        return builder.not_valid_after(now + datetime.timedelta(days=365 * YEARS))
+
+    def pem(self, certificate: Any) -> bytes:
+        content: bytes = certificate.public_bytes(self.serialization.Encoding.PEM)
+        return content
+
+    def private(self, key: Any) -> bytes:
+        kinds = self.serialization
+        content: bytes = key.private_bytes(kinds.Encoding.PEM, kinds.PrivateFormat.PKCS8, kinds.NoEncryption())
+        return content
+
+    def load_key(self, content: bytes) -> Any:
+        return self.serialization.load_pem_private_key(content, None)

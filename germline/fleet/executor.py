@@ -1,0 +1,129 @@
+"""The work of one process: blocks of members, slices of gradients and training, on its threads or its GPU."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.errors import BadInput
+from germline.fleet.gradients import weigh_gradient
+from germline.objective import Batch, seeded_generators
+from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
+from germline.strategies.candidates import Candidates
+
+T = TypeVar("T")
+Scores = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs work in this process.
+
+    Attributes:
+        workers: The number of threads that share blocks of members on a CPU. By default as many as torch has threads,
+            and one for an objective of the whole model, which may be a simulator.
+    """
+
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise BadInput(f"A fleet needs at least one worker, not {self.workers}.")
+
+    def score_blocks(
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        share: slice = ALL_BLOCKS,
+    ) -> Scores:
+        """Return the scores of a share of the blocks of a population, those of a padded block with its padding."""
+        recording = evaluator.recording(candidates, population, batch, share)
+        if recording is not None and recording.trusted:  # none of the user's code runs
+            assert batch is not None
+            return recording.scores(candidates, batch).cpu().numpy()
+        threads = self.count_threads(evaluator)
+        # what a model's or a score's code draws from the global generators must not change the user's
+        with single_threaded_torch(), exact_arithmetic(evaluator.device), seeded_generators(0):
+            if recording is not None:
+                assert batch is not None
+                return recording.scores(candidates, batch).cpu().numpy()
+            if evaluator.device.type != "cpu":
+                return evaluator.scores(candidates, population, batch, share).cpu().numpy()
+            blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
+            keep_memory()
+            scores = run_on_threads(lambda members: evaluator.score_block(generation, members), blocks, threads)
+        return np.concatenate(scores)
+
+    def count_threads(self, evaluator: Evaluator) -> int:
+        """Return how many threads may run the module's code at once; call this outside ``single_threaded_torch``.
+
+        A function of the whole model is the user's own code: it is called by one thread unless workers are asked for.
+        """
+        is_alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.has_hooks
+        return self.workers or (1 if is_alone else torch.get_num_threads())
+
+    def gradients(
+        self, evaluator: Evaluator, theta: torch.Tensor, parts: list[Batch], size: int
+    ) -> tuple[Scores, torch.Tensor]:
+        """Return the scores of some slices of a batch, and their gradients weighed by their share of its examples."""
+        keep_memory()
+        threads = self.count_threads(evaluator)
+        with single_threaded_torch(), exact_arithmetic(evaluator.device), seeded_generators(0):
+            pairs = run_on_threads(lambda part: weigh_gradient(evaluator, theta, part, size), parts, threads)
+        if not pairs:
+            return np.empty(0, np.float32), theta.new_empty(0, theta.numel())
+        return np.concatenate([score for score, _ in pairs]), torch.stack([row for _, row in pairs])
+
+    def run(
+        self, work: Callable[[int], T], count: int, device: torch.device, max_threads: int | None = None
+    ) -> list[T]:
+        """Return the results of work(0), ..., work(count - 1), each computed by one thread."""
+        keep_memory()
+        threads = (max_threads or self.workers or torch.get_num_threads()) if device.type == "cpu" else 1
+        with single_threaded_torch(), exact_arithmetic(device), seeded_generators(0):
+            return run_on_threads(work, list(range(count)), threads)
+
+
+def find_device(name: str, default: torch.device | None = None) -> torch.device:
+    """Return the device of a name; auto is the default if there is one, else a GPU if there is one, else the CPU."""
+    if name == "auto":
+        return default or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadInput(f"There is no device {name!r}: choose auto, cpu, cuda, cuda:N or mps.") from None
+    is_present = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not is_present.get(device.type, False):
+        raise BadInput(f"This machine has no device {name!r}: choose another device, or auto.")
+    return device
+
+
+A = TypeVar("A")
+
+
+def run_on_threads(work: Callable[[A], T], items: list[A], threads: int) -> list[T]:
+    """Return the results of some work on each item, in order."""
+    threads = min(threads, len(items))
+    return list(map(work, items) if threads < 2 else thread_pool(threads).map(work, items))
+
+
+@cache
+def thread_pool(threads: int) -> ThreadPoolExecutor:
+    """Return the pool of threads that evaluate blocks, each with one thread of torch."""
+    return ThreadPoolExecutor(threads, "germline-block", initializer=torch.set_num_threads, initargs=(1,))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=thread_pool.cache_clear)  # a child process has none of its parent's threads

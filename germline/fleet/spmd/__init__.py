@@ -1,0 +1,1 @@
+"""Equal machines that start together: one program in many processes, by torchrun, srun, mpirun or alone."""

@@ -1,0 +1,399 @@
+"""The operations that the ranks of a fleet do together: gather, add, trade, broadcast. Bytes are counted here."""
+
+import atexit
+import copy
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from germline.errors import BadInput, FleetLostError
+from germline.fleet.spmd.launch import Launch
+
+T = TypeVar("T")
+Backend = Literal["auto", "gloo", "nccl", "mpi"]
+PIECE = 1 << 19  # bytes that gloo gathers at once: in one piece it reaches half the rate of a slow link
+ARRIVAL_SECONDS = 120.0  # for all ranks to arrive, if the timeout is shorter: they load their libraries first
+
+
+@dataclass
+class Traffic:
+    """Bytes and messages that this rank has sent and received."""
+
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+
+    def count(self, sent: int, received: int, messages: int) -> None:
+        self.sent += sent
+        self.received += received
+        self.messages += messages
+
+
+class Operations(Protocol):
+    """What a backend must offer: operations on tensors of one shape and type in every rank."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    def add(self, tensor: torch.Tensor) -> None: ...
+
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    def beat(self, flag: torch.Tensor, root: int) -> None: ...
+
+    def team(self, width: int) -> "Operations": ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Collective:
+    """The ranks of a fleet, as one of them sees them."""
+
+    rank: int
+    size: int
+    operations: Operations
+    timeout: float
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, which have one shape: (ranks, ...)."""
+        with self.translate_errors():
+            gathered = self.operations.gather(tensor.contiguous())
+        others = tensor.nbytes * (self.size - 1)
+        self.traffic.count(others, others, self.size - 1)
+        return gathered
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add the tensors of all ranks in place, twice around a ring in equal parts; exact for integers."""
+        with self.translate_errors():
+            self.operations.add(tensor)
+        moved = 2 * tensor.nbytes * (self.size - 1) // self.size
+        self.traffic.count(moved, moved, 2 * (self.size - 1))
+        return tensor
+
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        """Send a part, in bytes, to each rank; return the parts that the ranks send to this one, of the given sizes."""
+        with self.translate_errors():
+            received = self.operations.trade(parts, sizes)
+        others = [r for r in range(self.size) if r != self.rank]
+        self.traffic.count(sum(parts[r].numel() for r in others), sum(sizes[r] for r in others), len(others))
+        return received
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Return the tensor of one rank, in place, passed on along a tree."""
+        with self.translate_errors():
+            self.operations.broadcast(tensor, root)
+        number = (self.rank - root) % self.size
+        children = len(children_of(number, self.size))
+        parents = int(number != 0)
+        self.traffic.count(children * tensor.nbytes, parents * tensor.nbytes, children + parents)
+        return tensor
+
+    def team(self, width: int) -> "Collective":
+        """Return the team of ``width`` neighboring ranks that this one belongs to; all ranks must call this."""
+        with self.translate_errors():
+            operations = self.operations.team(width)
+        return Collective(self.rank % width, width, operations, self.timeout, self.traffic)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, as JSON."""
+        content = json.dumps(value).encode()
+        sizes = self.gather(torch.tensor([len(content)])).flatten().tolist()
+        padded = np.zeros(max(sizes), np.uint8)
+        padded[: len(content)] = np.frombuffer(content, np.uint8)
+        rows = self.gather(torch.from_numpy(padded)).numpy()
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def run_with_heartbeat(self, work: Callable[[], T], root: int) -> T | None:
+        """Do some work in one rank, which may take longer than the timeout: it sends signs of life meanwhile."""
+        if self.rank != root:
+            flag = torch.zeros(1)
+            while not flag.item():
+                with self.translate_errors():
+                    self.operations.beat(flag, root)
+            return None
+        ended = threading.Event()
+
+        def beat() -> None:
+            with suppress(RuntimeError, OSError):  # the main thread will notice
+                while not ended.wait(self.timeout / 4):
+                    self.operations.beat(torch.zeros(1), root)
+
+        beats = threading.Thread(target=beat, name="germline-beat", daemon=True)
+        beats.start()
+        try:
+            return work()
+        finally:
+            ended.set()
+            beats.join()
+            with self.translate_errors():
+                self.operations.beat(torch.ones(1), root)
+
+    def say(self, value: Any, root: int) -> Any:
+        """Return the value of one rank, as JSON."""
+        content = json.dumps(value).encode() if self.rank == root else b""
+        size = int(self.broadcast(torch.tensor([len(content)]), root))
+        text = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == root:
+            text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return json.loads(self.broadcast(text, root).numpy().tobytes())
+
+    @contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Turn what a backend raises when a rank has died or does not answer into a sentence."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            first = " ".join(str(error).split())[:160]
+            message = f"Another rank of the fleet has died, or has not answered within {self.timeout:g} s ({first})."
+            raise FleetLostError(f"{message} Every finished generation is in the journal.") from error
+
+
+def children_of(number: int, size: int) -> list[int]:
+    """Return the ranks to which a rank passes on a broadcast of rank 0, along a binomial tree.
+
+    >>> [children_of(i, 6) for i in range(6)]
+    [[4, 2, 1], [], [3], [], [5], []]
+    """
+    children, bit = [], 1 << (size - 1).bit_length() >> 1
+    while bit:
+        if number % (2 * bit) == 0 and number + bit < size:
+            children.append(number + bit)
+        bit >>= 1
+    return children
+
+
+class Torch:
+    """torch.distributed: gloo for tensors in memory, nccl for those on GPUs."""
+
+    def __init__(self, launch: Launch, backend: str, timeout: float) -> None:
+        import torch.distributed as dist
+
+        self.dist, self.timeout = dist, timeout
+        waits = timedelta(seconds=timeout)
+        kinds = self.kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        if dist.is_initialized():  # by the user's own program
+            self.group: Any = dist.new_group(timeout=waits, backend=kinds)
+            self.beats: Any = dist.new_group(timeout=waits, backend="gloo")  # a second thread uses it
+            self.owns_group = False
+            return
+        if not os.environ.get("GLOO_SOCKET_IFNAME"):
+            interface = interface_to(launch.address)
+            if interface is not None:  # gloo would take the address of the host's name, which is often wrong
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+        store = open_store(launch, max(timeout, ARRIVAL_SECONDS))
+        dist.init_process_group(kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=waits)
+        self.group, self.owns_group = dist.group.WORLD, True
+        self.beats = dist.new_group(timeout=waits, backend="gloo")
+        atexit.register(self.close)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = self.dist.get_world_size(self.group)
+        out = tensor.new_empty(size, *tensor.shape)
+        operation = getattr(self.dist, "all_gather_single", None) or self.dist.all_gather_into_tensor
+        rows, flat = out.view(size, -1), tensor.view(-1)
+        step = flat.numel() if tensor.device.type == "cuda" else max(1, PIECE // tensor.element_size())
+        if flat.numel() <= step:
+            operation(rows.view(-1), flat, group=self.group)
+            return out
+        for start in range(0, flat.numel(), step):
+            piece = flat[start : start + step]
+            gathered = tensor.new_empty(size * piece.numel())
+            operation(gathered, piece, group=self.group)
+            rows[:, start : start + step] = gathered.view(size, -1)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.dist.all_reduce(tensor, group=self.group)
+
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        out = parts[0].new_empty(sum(sizes))
+        given = [part.numel() for part in parts]
+        self.dist.all_to_all_single(out, torch.cat(parts), sizes, given, group=self.group)
+        return list(torch.split(out, sizes))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        self.dist.broadcast(tensor, self.dist.get_global_rank(self.group, root), group=self.group)
+
+    def beat(self, flag: torch.Tensor, root: int) -> None:
+        self.dist.broadcast(flag, self.dist.get_global_rank(self.beats, root), group=self.beats)
+
+    def team(self, width: int) -> "Torch":
+        ranks = self.dist.get_process_group_ranks(self.group)
+        team, waits = copy.copy(self), timedelta(seconds=self.timeout)
+        for first in range(0, len(ranks), width):  # every rank makes all groups
+            group = self.dist.new_group(ranks[first : first + width], timeout=waits, backend=self.kinds)
+            if self.dist.get_rank(self.group) // width == first // width:
+                team.group = group
+        return team
+
+    def close(self) -> None:
+        if self.owns_group and self.dist.is_initialized():
+            self.group = self.beats = None  # their threads end with the last reference
+            self.dist.destroy_process_group()
+
+
+class MPI:
+    """mpi4py, for MPI libraries that know their fabric. A process that dies ends the job."""
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise BadInput("The backend mpi needs mpi4py: pip install 'germline[mpi]'.") from error
+        self.mpi, self.beats = MPI, MPI.COMM_WORLD.Dup()
+        self.world: Any = MPI.COMM_WORLD
+        before = sys.excepthook
+
+        def end_the_job(*error: Any) -> None:
+            before(*error)
+            self.world.Abort(1)  # the other ranks would wait forever
+
+        sys.excepthook = end_the_job
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        here = tensor.cpu()
+        out = here.new_empty(self.world.Get_size(), *here.shape)
+        self.world.Allgather(self._bytes(here), self._bytes(out))
+        return out.to(tensor.device)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        here = tensor.cpu()
+        self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
+        tensor.copy_(here)
+
+    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+        here = torch.cat(parts).cpu()
+        out, given = here.new_empty(sum(sizes)), [part.numel() for part in parts]
+        self.world.Alltoallv([here.numpy(), given, self.mpi.BYTE], [out.numpy(), sizes, self.mpi.BYTE])
+        return list(torch.split(out.to(parts[0].device), sizes))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        here = tensor.cpu()
+        self.world.Bcast(self._bytes(here), root)
+        tensor.copy_(here)
+
+    def beat(self, flag: torch.Tensor, root: int) -> None:
+        self.beats.Bcast(self._bytes(flag), root)
+
+    def team(self, width: int) -> "MPI":
+        team = copy.copy(self)
+        team.world = self.world.Split(self.world.Get_rank() // width)
+        return team
+
+    def close(self) -> None:
+        pass  # MPI ends with the process
+
+    def _bytes(self, tensor: torch.Tensor) -> Any:
+        return [tensor.reshape(-1).view(torch.uint8).numpy(), self.mpi.BYTE]
+
+
+def connect(launch: Launch, backend: str, timeout: float) -> Collective:
+    """Connect the ranks that were launched together; return when all of them are there."""
+    if backend == "mpi":
+        mpi = MPI()
+        return Collective(mpi.world.Get_rank(), mpi.world.Get_size(), mpi, timeout)
+    try:
+        operations = Torch(launch, backend, timeout)
+    except (RuntimeError, OSError, ValueError) as error:
+        first = " ".join(str(error).split())[:200]
+        where = f"rank {launch.rank} of {launch.size}, by way of {launch.address}:{launch.port}"
+        raise FleetLostError(f"The ranks of the fleet did not find each other ({where}): {first}.") from error
+    size = operations.dist.get_world_size(operations.group)
+    return Collective(operations.dist.get_rank(operations.group), size, operations, timeout)
+
+
+def open_store(launch: Launch, patience: float) -> Any:
+    """Open the store by which ranks find each other; it is new at every start.
+
+    torchrun offers the store of its agent, which outlives a restart with all that dead processes have written to it, so
+    that new ones would follow their addresses. It is used only to say where the new store is.
+    """
+    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    if launch.address is None:
+        return HashStore()  # a single process
+    waits = timedelta(seconds=patience)
+    end = time.monotonic() + patience
+    if not launch.agent_store:
+        store = TCPStore(launch.address, launch.port, launch.size, launch.rank == 0, timeout=waits)
+        return PrefixStore("germline", store)
+    board = TCPStore(launch.address, launch.port, None, False, timeout=waits)
+    if launch.rank == 0:
+        host = address_towards(launch.address)
+        own = TCPStore(host, 0, launch.size, True, timeout=waits, wait_for_workers=False)
+        board.set("germline/store", f"{host} {own.port}")
+        while own.add("arrived", 0) < launch.size - 1:  # from here on the timeout counts
+            if time.monotonic() > end:
+                raise RuntimeError(f"{own.add('arrived', 0) + 1} of {launch.size} have arrived")
+            time.sleep(0.02)
+        return PrefixStore("germline", own)
+    while True:
+        board.wait(["germline/store"], waits)
+        host, port = board.get("germline/store").decode().split()
+        if is_listening(host, int(port)):  # otherwise it belongs to a process that has died
+            store = TCPStore(host, int(port), launch.size, False, timeout=waits)
+            store.add("arrived", 1)
+            return PrefixStore("germline", store)
+        if time.monotonic() > end:
+            raise RuntimeError(f"no process listens at {host}:{port}")
+        time.sleep(0.05)
+
+
+def is_listening(host: str, port: int) -> bool:
+    """Return whether a process accepts connections at an address."""
+    try:
+        with socket.create_connection((host, port), timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def address_towards(host: str) -> str:
+    """Return this machine's address as another sees it: that of the interface by which the other is reached."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # nothing is sent
+            address = str(probe.getsockname()[0])
+        # others do not know this machine by a name that stands for a loopback address
+        return host if is_loopback(address) and not is_loopback(host) else address
+    except OSError:
+        return host
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine's loopback interface."""
+    return host.startswith("127.") or host in ("localhost", "::1")
+
+
+def interface_to(host: str | None) -> str | None:
+    """Return the name of the network interface by which a machine is reached, where the system says so."""
+    if host is None or not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    address = address_towards(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

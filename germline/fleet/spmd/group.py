@@ -1,0 +1,143 @@
+"""What the ranks of a fleet agree on: values, States, failures, and one message in every generation."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from germline.errors import BadInput
+from germline.fleet.protocol import Scores
+from germline.fleet.spmd.collective import Collective
+from germline.fleet.spmd.shares import Shares
+from germline.strategies.state import pack, unpack
+
+T = TypeVar("T")
+STATUS = np.dtype(
+    [("failed", "<i4"), ("interrupted", "<i4"), ("seconds", "<f8"), ("piece_seconds", "<f8"), ("digest", "S16")]
+)
+
+
+class Ranks:
+    """The ranks that were started together, as one of them sees them.
+
+    A generation is one message: each rank sends its scores and, with them, its status: whether it has failed or was
+    interrupted, how long a piece takes it, and a hash of its batch. Decisions that could differ between ranks are
+    functions of that message.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.journal_rank = 0
+        self.status: Any = np.zeros(1, STATUS)  # what the others are to know with the next scores
+        self.latest: tuple[float, bool] | None = None  # seconds and interrupts, as last announced
+
+    @property
+    def rank(self) -> int:
+        return self.collective.rank
+
+    @property
+    def size(self) -> int:
+        return self.collective.size
+
+    @property
+    def owns_journal(self) -> bool:
+        return self.rank == self.journal_rank
+
+    def elect(self, has_journal: bool) -> bool:
+        owners = self.collective.gather(torch.tensor([has_journal])).flatten().tolist()
+        self.journal_rank = owners.index(True) if any(owners) else 0
+        return any(owners)
+
+    def broadcast(self, value: T) -> T:
+        said: T = self.collective.say(value if self.owns_journal else None, self.journal_rank)
+        return said
+
+    def broadcast_state(self, state: Any) -> Any:
+        tree, tensors = pack(state)
+        shapes = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
+        tree, shapes = self.broadcast([tree, shapes])
+        device = next(iter(tensors.values())).device
+        arrays = {}
+        for name, (shape, dtype) in shapes.items():
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            array = tensors[name].detach().to(device).contiguous() if self.owns_journal else empty
+            arrays[name] = self.collective.broadcast(array, self.journal_rank)
+        return unpack(state, tree, arrays)
+
+    def on_journal_rank(self, work: Callable[[], T]) -> T:
+        value: Any = self.collective.run_with_heartbeat(work, self.journal_rank)
+        return self.broadcast(value)  # type: ignore[no-any-return]
+
+    def all_or_none(self, work: Callable[[], T]) -> T:
+        error: Exception | None = None
+        try:
+            value = work()
+        except Exception as failure:
+            error = failure
+        self._raise_if_any_failed(error)
+        return value
+
+    def _raise_if_any_failed(self, error: Exception | None) -> None:
+        said = None if error is None else [isinstance(error, BadInput), f"{error}" or type(error).__name__]
+        failures = {rank: failure for rank, failure in enumerate(self.collective.exchange(said)) if failure is not None}
+        for rank, (is_bad_input, sentence) in failures.items():  # the first decides for all
+            if error is not None and isinstance(error, BadInput) == is_bad_input:
+                raise error
+            raise (BadInput if is_bad_input else RuntimeError)(f"Rank {rank}: {sentence}")
+
+    def all(self, holds: bool) -> bool:
+        return bool(self.collective.gather(torch.tensor([holds])).all())
+
+    def agree(self, facts: Callable[[], dict[str, Any]]) -> None:
+        digests = self.all_or_none(lambda: {name: digest(value) for name, value in facts().items()})
+        by_rank = self.collective.exchange(digests)
+        for rank, theirs in enumerate(by_rank):
+            for name, value in theirs.items():
+                if value != by_rank[0].get(name):
+                    raise BadInput(f"Rank {rank} has another {name} than rank 0: all ranks must do the same work.")
+
+    def announce(self, seconds: float, interrupted: bool, digest: str = "") -> None:
+        self.status["seconds"], self.status["interrupted"] = seconds, interrupted
+        self.status["digest"] = digest[:16].encode()
+
+    def stop_status(self, seconds: float, interrupted: bool) -> tuple[float, bool]:
+        return self.latest or (seconds, False)
+
+    def share_work(self, shares: Shares, work: Callable[[slice], Scores]) -> Scores:
+        """Do this rank's share of some work; return the scores of all ranks, and take in their statuses."""
+        share, width = shares.slice_of(self.rank), shares.width
+        scores, error, started = np.empty(0, np.float32), None, time.perf_counter()
+        try:
+            if share.stop > share.start:
+                scores = work(share)
+        except Exception as failure:  # the other ranks are waiting, and must know
+            error = failure
+        self.status["piece_seconds"] = (time.perf_counter() - started) / max(1, share.stop - share.start)
+        self.status["failed"] = error is not None
+        room = max(shares.counts) * width * 4
+        content = np.zeros(room + STATUS.itemsize, np.uint8)
+        if error is None:
+            content[: scores.nbytes] = scores.view(np.uint8)
+        content[room:] = self.status.view(np.uint8)
+        rows = self.collective.gather(torch.from_numpy(content)).numpy()
+        statuses = np.ascontiguousarray(rows[:, room:]).view(STATUS)[:, 0]
+        self._take_statuses(statuses, error)
+        parts = [row[: 4 * width * n].copy().view(np.float32) for row, n in zip(rows, shares.counts, strict=True)]
+        shares.rebalance(statuses["piece_seconds"].tolist())
+        return np.concatenate(parts)
+
+    def _take_statuses(self, statuses: Any, error: Exception | None) -> None:
+        self.latest = float(statuses["seconds"][self.journal_rank]), bool(statuses["interrupted"].any())
+        if statuses["failed"].any():
+            self._raise_if_any_failed(error)
+        others = np.flatnonzero(statuses["digest"] != statuses["digest"][0])
+        if others.size:
+            raise BadInput(f"Rank {others[0]} was given another batch than rank 0: all ranks must see the same examples.")
+
+
+def digest(value: Any) -> str:
+    """Return a short hash of a value."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

@@ -1,0 +1,156 @@
+"""A population whose members live in different ranks: only parents travel, to the ranks that make a child of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from germline.fleet.executor import Executor
+from germline.fleet.gradients import sum_in_order, weigh_gradient
+from germline.fleet.protocol import Scores, TrainedMember
+from germline.fleet.spmd.collective import Collective
+from germline.fleet.spmd.shares import Shares, split_evenly
+from germline.noise import Field
+from germline.objective import Batch
+from germline.population import Evaluator
+from germline.strategies.protocol import GenerationInputs, GenerationResult, MemberStrategy
+
+Row = tuple[int, str]  # a member and an array of the State
+
+
+@dataclass(frozen=True)
+class RowUpdate:
+    """An update of members of which each rank holds some; made once for a run.
+
+    Attributes:
+        owned: The members of each rank, in order.
+        width: The number of neighboring ranks that hold the same members, as a team.
+        root: The rank that owns the journal, which gets the best member.
+    """
+
+    strategy: MemberStrategy[Any]
+    field: Field
+    maximize: bool
+    collective: Collective
+    owned: list[range]
+    width: int
+    root: int
+
+    @property
+    def members(self) -> range:
+        return self.owned[self.collective.rank]
+
+    def local_part(self, state: Any) -> Any:
+        """Return the members of this rank, of a whole State."""
+        members, names = self.members, ("members", *self.strategy.row_arrays)
+        return replace(state, **{name: getattr(state, name)[members.start : members.stop].clone() for name in names})
+
+    def advance(self, state: Any, result: GenerationResult) -> Any:
+        """Return this rank's members after an evolution."""
+        selection = self.strategy.select(state, result, self.field, maximize=self.maximize)
+        if selection is None:
+            return state
+        best = self.strategy.best_member(selection)
+        needed = [self._rows_to_fetch(rank, selection, best) for rank in range(self.collective.size)]
+        fetched = self._trade(state, needed)
+
+        def row(member: int, array: str = "members") -> torch.Tensor:
+            if member in self.members:
+                rows: torch.Tensor = getattr(state, array)
+                return rows[member - self.members.start]
+            return fetched[member, array]
+
+        after = self.strategy.apply_selection(state, selection, self.members, row, self.field, result.generation)
+        if best is not None and self.collective.rank == self.root:
+            after = replace(after, theta=row(best).clone())
+        return after
+
+    def gather(self, state: Any) -> Any:
+        """Return the State with all members, and the best."""
+        arrays = {}
+        for name in ("members", *self.strategy.row_arrays):
+            array = getattr(state, name)
+            padded = array.new_zeros(max(map(len, self.owned)), array.shape[1])
+            padded[: len(array)] = array
+            rows = self.collective.gather(padded)
+            leaders = range(0, self.collective.size, self.width)
+            arrays[name] = torch.cat([rows[rank, : len(self.owned[rank])] for rank in leaders])
+        theta = self.collective.broadcast(state.theta.clone().contiguous(), self.root)
+        return replace(state, theta=theta, **arrays)
+
+    def _rows_to_fetch(self, rank: int, selection: Any, best: int | None) -> list[Row]:
+        """Return the rows that a rank needs and does not hold: parents, mothers' moments, the best member."""
+        rows = self.strategy.rows_needed(selection, self.owned[rank])
+        if best is not None and rank == self.root:
+            rows = {*rows, (best, "members")}
+        return sorted(row for row in rows if row[0] not in self.owned[rank])
+
+    def _trade(self, state: Any, needed: list[list[Row]]) -> dict[Row, torch.Tensor]:
+        """Send the rows that other ranks need; return those that this rank needs."""
+        if not any(needed):
+            return {}
+        rank, like, members = self.collective.rank, state.theta, self.members
+        sent = [[row for row in rows if row[0] in members and self._sends(rank, to)] for to, rows in enumerate(needed)]
+        coming = [
+            [row for row in needed[rank] if row[0] in self.owned[r] and self._sends(r, rank)]
+            for r in range(self.collective.size)
+        ]
+
+        def encode(rows: list[Row]) -> torch.Tensor:
+            parts = [getattr(state, name)[m - members.start].contiguous().view(torch.uint8) for m, name in rows]
+            return torch.cat(parts) if parts else like.new_empty(0, dtype=torch.uint8)
+
+        received = self.collective.trade([encode(rows) for rows in sent], [len(rows) * like.nbytes for rows in coming])
+        fetched: dict[Row, torch.Tensor] = {}
+        for rows, content in zip(coming, received, strict=True):
+            if rows:
+                fetched |= dict(zip(rows, content.view(like.dtype).view(len(rows), -1), strict=True))
+        return fetched
+
+    def _sends(self, rank: int, to: int) -> bool:
+        """Return whether a rank is the one of its team that sends rows to another rank."""
+        return rank % self.width == to % self.width
+
+
+@dataclass(frozen=True)
+class TeamMembers:
+    """Members that train in different ranks; the ranks of a team share the work of each of their members."""
+
+    update: RowUpdate
+    team: Collective
+    executor: Executor
+    share_work: Callable[[Shares, Callable[[slice], Scores]], Scores]  # of all ranks; see ``SPMD``
+
+    @property
+    def members(self) -> range:
+        return self.update.members
+
+    def gradient(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Return the gradient of one member on a batch, whose slices the ranks of the team share."""
+        if evaluator.plan.slices == 1 and self.team.size == 1:
+            return evaluator.gradient(theta, batch)[1]
+        parts = batch.split(evaluator.plan.slices)
+        shares = Shares(split_evenly(len(parts), self.team.size), 1)
+        mine = parts[shares.slice_of(self.team.rank)]
+        rows = [weigh_gradient(evaluator, theta, part, batch.size)[1] for part in mine]
+        stacked = torch.stack(rows) if rows else theta.new_empty(0, theta.numel())
+        return sum_in_order(stacked, list(shares.counts), self.team)
+
+    def train(
+        self, work: Callable[[int], TrainedMember], device: torch.device, inputs: GenerationInputs | None
+    ) -> tuple[list[TrainedMember], Scores]:
+        """Train this rank's members; return them and the scores of all members."""
+        trained: list[TrainedMember] = []
+        owned = self.update.owned
+
+        def train_share(share: slice) -> Scores:
+            threads = None if self.team.size == 1 else 1  # a team goes through its members in one order
+            trained.extend(self.executor.run(work, share.stop - share.start, device, threads))
+            return np.array([member.score for member in trained], np.float32)
+
+        scores = self.share_work(Shares(tuple(map(len, owned)), 1), train_share)  # once for each rank of a team
+        order = np.concatenate([np.asarray(members) for members in owned])
+        population = self.update.strategy.population
+        return trained, scores[[int(np.flatnonzero(order == member)[0]) for member in range(population)]]

@@ -1,0 +1,75 @@
+"""Strategies by name: those of this package, those of installed packages, and classes given as module:Class."""
+
+import importlib
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from germline.errors import BadInput, unknown_name
+from germline.strategies.ga import GA
+from germline.strategies.gradient import Gradient
+from germline.strategies.hybrid_es import HybridES
+from germline.strategies.mu_lambda import MuLambda
+from germline.strategies.openai_es import OpenAIES
+from germline.strategies.pesgd import PESGD
+from germline.strategies.protocol import AnyStrategy, Strategy
+from germline.strategies.pso import PSO
+from germline.strategies.snes import SNES
+
+STRATEGIES: dict[str, type[Any]] = {
+    cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, HybridES, PESGD, Gradient)
+}
+GROUP = "germline.strategies"  # entry points of installed packages
+
+
+def class_path(strategy: AnyStrategy | type[Any]) -> str:
+    """Return module:Class of a strategy, by which a journal knows it."""
+    cls = strategy if isinstance(strategy, type) else type(strategy)
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def is_built_in(path: str) -> bool:
+    """Return whether module:Class is a strategy of this package."""
+    return any(class_path(cls) == path for cls in STRATEGIES.values())
+
+
+def known_names() -> list[str]:
+    """Return the names that ``find_strategy`` takes without a module: built-in strategies and entry points."""
+    return [*STRATEGIES, *(point.name for point in entry_points(group=GROUP))]
+
+
+def find_strategy(name: str) -> type[Any]:
+    """Return the strategy class that a user has named.
+
+    Args:
+        name: A built-in name, the name of an entry point in the group ``germline.strategies``, or ``module:Class``.
+
+    Raises:
+        BadInput: If there is no such class, or it does not derive from ``gl.Strategy``.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        if str(Path.cwd()) not in sys.path:
+            sys.path.append(str(Path.cwd()))
+        try:
+            cls = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise BadInput(f"The strategy {name} cannot be loaded: {error}.") from error
+    else:
+        points = [point for point in entry_points(group=GROUP) if point.name == name]
+        if not points:
+            raise unknown_name("strategy", name, known_names())
+        cls = points[0].load()
+    if not (isinstance(cls, type) and Strategy in cls.__mro__):
+        raise BadInput(f"{name} is not a strategy: a strategy is a class that derives from gl.Strategy.")
+    return cls
+
+
+def describe_strategies() -> Iterable[tuple[str, str]]:
+    """Yield the name of every known strategy and the first line of its description."""
+    for name in known_names():
+        yield name, (find_strategy(name).__doc__ or "").splitlines()[0]
