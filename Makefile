@@ -1,5 +1,5 @@
-# Everything installs into .venv, by pip, at the versions of constraints.txt. Another interpreter with what is needed
-# already installed is used as it is: make test-gpu PYTHON=python3
+# pip installs everything into .venv, at the versions in constraints.txt. To use an interpreter that already has the
+# dependencies, name it: make test-gpu PYTHON=python3
 PYTHON ?= .venv/bin/python
 installed := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/installed)
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
@@ -13,7 +13,7 @@ train: $(installed)
 test: $(installed)
 	$(PYTHON) -m pytest -q
 
-# the same tests, with the kernels compiled for the GPU and every device test on it
+# Runs the tests with the kernels compiled for the GPU, and every device test on the GPU.
 test-gpu: $(installed)
 	$(PYTHON) -c "import torch; assert torch.cuda.is_available(), 'There is no CUDA device here.'"
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -q
