@@ -14,7 +14,7 @@ from torch import nn
 
 from germline.errors import BadInput, FleetLostError
 from germline.fleet import Local
-from germline.fleet.local import mean_score, single_threaded_torch
+from germline.fleet.local import mean_score
 from germline.genome import Genome
 from germline.journal import PROBE
 from germline.kernels import kernel_device
@@ -38,6 +38,7 @@ from germline.population import (
     matches_plain_copy,
     rank_correlation,
     score_first_members,
+    single_threaded_torch,
 )
 from germline.strategies import (
     AnyStrategy,

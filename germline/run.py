@@ -18,12 +18,11 @@ from torch import nn
 from germline.clock import clock
 from germline.core import Core
 from germline.errors import BadInput
-from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome, theta_sha256
 from germline.journal import PROBE, Journal, Record, write_whole
 from germline.objective import Batch, Batches, Data
 from germline.optim.shaping import goodness
-from germline.population import Evaluator, Plan, refresh_statistics
+from germline.population import Evaluator, Plan, refresh_statistics, single_threaded_torch
 from germline.recipes.recipe import Recipe
 
 ENOUGH = 10  # diagnoses before there is any advice

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from germline.fleet.local import single_threaded_torch
+from germline.population import single_threaded_torch
 from germline.genome import Genome
 from germline.noise import low_rank_matrices
 from germline.objective import Batch, Objective, iterate_tensors
 from germline.population import Evaluator, Plan, exact_arithmetic
-from germline.population.recurrent import step_by_step
-from germline.population.twins import RULES
+from germline.population.rules.recurrent import step_by_step
+from germline.population.rules import RULES, Rule
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import NETS, inputs_of
 
@@ -177,7 +177,7 @@ def test_recurrent_layers_step_by_step(
 ) -> None:
     """As they go where there is no fast layer of torch's to go through member by member."""
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        monkeypatch.setitem(RULES, kind, step_by_step)
+        monkeypatch.setitem(RULES, kind, Rule(step_by_step))
     compare(*setting(build, shapes, rank, "cpu"), Plan(BLOCK, "population"), 2e-5)
 
 

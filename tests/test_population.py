@@ -17,7 +17,7 @@ from torch import nn
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.fleet.local import single_threaded_torch
+from germline.population import single_threaded_torch
 from germline.genome import Genome
 from germline.noise import Field
 from germline.objective import Batch, Objective, accuracy
@@ -31,8 +31,8 @@ from germline.population import (
     make_evaluation_copy,
     refresh_statistics,
 )
-from germline.population.buffers import arrays, empty
-from germline.population.check import WORTH_IT, multiplies_in_16_bits, work
+from germline.population.buffers import allocate, arrays
+from germline.population.check import MIN_FLOPS, count_flops, has_fast_bfloat16
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, inputs_of
 
@@ -245,8 +245,8 @@ def test_bfloat16_is_taken_where_ranks_survive_it() -> None:
     assert np.corrcoef(scores[0], scores[1])[0, 1] > 0.99
     assert not np.array_equal(scores[0], scores[1])
     # by auto too, where it is worth it and the processor has it
-    fast = multiplies_in_16_bits(torch.device("cpu"))
-    assert work(make, batch) > WORTH_IT
+    fast = has_fast_bfloat16(torch.device("cpu"))
+    assert count_flops(make, batch) > MIN_FLOPS
     assert choose_dtype(make, settled, "auto", candidates, batch) == (asked if fast else settled)
     # a sigma that 8 bits cannot show: the scores differ by rounding alone
     tiny = Candidates(candidates.field, 4, candidates.center, 1e-6)
@@ -314,18 +314,18 @@ def test_memory_does_not_grow_with_the_population() -> None:
 
 def test_memory_is_used_again_when_nobody_holds_it() -> None:
     like = torch.zeros(())
-    first = empty((300, 300), like)
-    second = empty((300, 300), like)
+    first = allocate((300, 300), like)
+    second = allocate((300, 300), like)
     assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
     assert first.data_ptr() != second.data_ptr()
     place, view = first.data_ptr(), first[10:20].t()
     del first
-    assert empty((300, 300), like).data_ptr() != place  # a view of it is still in use
+    assert allocate((300, 300), like).data_ptr() != place  # a view of it is still in use
     del view
-    assert empty((300, 300), like).data_ptr() == place
+    assert allocate((300, 300), like).data_ptr() == place
     for size in range(300, 400):  # many sizes are not kept for ever
-        empty((300, size), like)
-    assert len(arrays.of_size) <= 64
+        allocate((300, size), like)
+    assert len(arrays.by_size) <= 64
 
 
 def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:

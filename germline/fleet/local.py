@@ -4,13 +4,10 @@ What other fleets do besides, a single process does trivially: it keeps the jour
 State on as it is. So there is one loop for all fleets.
 """
 
-import ctypes
 import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -23,12 +20,11 @@ from germline.errors import BadInput
 from germline.fleet.wire import sum_in_order
 from germline.noise import Field, round_to
 from germline.objective import Batch, seeded_generators
-from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic
+from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
 from germline.population.block import Generation
 from germline.strategies.base import AnyStrategy, Candidates, GenerationInputs, GenerationResult, Wire
 
 T = TypeVar("T")
-MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size given back at once, and what is kept
 
 
 @dataclass(frozen=True)
@@ -279,29 +275,6 @@ def mean_score(scores: NDArray[np.float32], parts: list[Batch]) -> NDArray[np.fl
         return scores
     total = math.fsum(float(score) * part.size for score, part in zip(scores, parts, strict=True))
     return np.array([total / sum(part.size for part in parts)], np.float32)
-
-
-@contextmanager
-def single_threaded_torch() -> Iterator[None]:
-    """A block is evaluated by one thread: sums over a batch differ between one thread and two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@cache
-def keep_memory() -> None:
-    """Large arrays, which every block makes anew, are taken from what was freed, not from the system page by page.
-
-    Once for the process, where its C library is glibc and nobody has set it up in another way.
-    """
-    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
-        for option, value in MALLOPT.items():
-            mallopt(option, value)
 
 
 @cache
