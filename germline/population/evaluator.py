@@ -180,7 +180,7 @@ class Evaluator:
 
     @contextmanager
     def _member_module(self, generation: Generation, member: int) -> Iterator[tuple[nn.Module, Any]]:
-        """Give a plain module with a member's weights, and the batch; isolated from others if the plan says so."""
+        """Yield a plain module with a member's weights, and the batch; copies of both if the plan is to isolate it."""
         is_isolated, candidates, batch = self.plan.method == "isolated", generation.candidates, generation.batch
         module = copy_module(self.module) if is_isolated else self.thread_module()
         if is_isolated and batch is not None:

@@ -8,17 +8,17 @@ offers no way to read them. A module that writes to itself writes to a copy of i
 import copy
 import ctypes
 import os
-import re
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from germline.noise import ADDRESS_LIMIT, Field, Stream
@@ -27,9 +27,6 @@ from germline.strategies.base import Candidates
 
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
 generators_lock = threading.Lock()  # there is one set of global generators for all threads
-# Where vmap has no rule for an operation it loops over the members and warns. The check decides whether the result is
-# right, and the user can do nothing about it. Torch has a switch for the warning, but no way to read what it was.
-IGNORE_VMAP_LOOPS = ("ignore", re.compile("There is a performance drop because we have not yet"), UserWarning, None, 0)
 
 
 @contextmanager
@@ -89,22 +86,35 @@ def set_exact(device_type: str) -> Iterator[None]:
         ]
     before = [getattr(owner, name) for owner, name in flags]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    # not by ``catch_warnings``, after which Python shows warnings again that it shows once: at every generation
-    filters: Any = warnings.filters
-    filters.insert(0, IGNORE_VMAP_LOOPS)
+    # Where vmap has no rule for an operation it loops over the members, and warns at every call. The check decides
+    # whether the result is right; there is nothing for the user to do.
+    enable_warnings: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", lambda enabled: None)
+    had_warnings = vmap_warns()
     try:
         for owner, name in flags:
             setattr(owner, name, False)
         torch.backends.mha.set_fastpath_enabled(False)
+        enable_warnings(False)
         flash = [SDPBackend.FLASH_ATTENTION] if device_type == "cuda" else []
         with sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
             yield
     finally:
+        enable_warnings(had_warnings)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for (owner, name), value in zip(flags, before, strict=True):
             setattr(owner, name, value)
-        with suppress(ValueError):  # the code of a model may have reset all filters
-            filters.remove(IGNORE_VMAP_LOOPS)
+
+
+@cache
+def vmap_warns() -> bool:
+    """Return whether vmap warned of loops at the first evaluation: torch can set that, but not read it.
+
+    It is asked once: each time the filters of warnings change, Python shows warnings again that it shows once.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vmap(lambda x: torch.histc(x, 2))(torch.zeros(1, 2))  # an operation for which vmap has no rule
+    return bool(caught)
 
 
 @contextmanager

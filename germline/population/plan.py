@@ -1,4 +1,4 @@
-"""How members are evaluated: the plan, which is chosen once for a run, and the size of its blocks."""
+"""The plan by which members are evaluated, which is chosen once for a run, and the size of its blocks."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,7 +30,7 @@ LIVE_TENSORS = 2  # of the largest size at the same time: an input and an output
 
 @dataclass(frozen=True)
 class Plan:
-    """How members are evaluated. A plan is chosen once for a run, never by timing, and is part of its header."""
+    """Says how members are evaluated. It is chosen once for a run, never by timing, and is part of its header."""
 
     block: int  # members that are evaluated together
     method: Method

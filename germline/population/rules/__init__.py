@@ -60,6 +60,8 @@ from germline.population.rules.linear import linear
 from germline.population.rules.norm import has_norm_kernel, layer_norm
 from germline.population.rules.recurrent import cell, recurrent
 
+__all__ = ["RULES", "Rule"]
+
 RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: Rule(linear, takes_epilogue=True),
     nn.Conv1d: Rule(convolution, takes_epilogue=True),

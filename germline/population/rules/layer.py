@@ -68,7 +68,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a kind of layer computes all members of a block at once; see ``germline.population.rules``."""
+    """Says how a kind of layer computes all members of a block at once; see ``germline.population.rules``."""
 
     compute: Callable[[LayerCall], Any]
     applies: Callable[[Any, dict[str, Any]], bool] = lambda module, arguments: True
