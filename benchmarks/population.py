@@ -1,9 +1,9 @@
-"""A whole generation of OpenAI-ES, beside pure inference on as many samples and beside other libraries, in one run.
+"""Compares a whole generation of OpenAI-ES with pure inference on as many samples, and with other libraries.
 
     python benchmarks/population.py                 all rows, with the peers that are installed (extra bench)
     python benchmarks/population.py --row lenet     one row
     python benchmarks/population.py --memory        the peak memory of the process at populations 256 and 4096
-    python benchmarks/population.py --device cuda   the rows of population_cuda.py, on a card
+    python benchmarks/population.py --device cuda   the rows of population_cuda.py, on a GPU
 
 Pure inference is one network's forward pass on population x batch samples, in one large batch or in batches of the
 row's size on both cores, whichever is faster. Times are the best of several rounds that take all candidates in turn.
@@ -39,9 +39,11 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
+    """A net, and the largest part of the best peer's time that a generation should take."""
+
     work: Work
-    dense: float  # the part of the best peer's time that is wanted
-    low_rank_matrices: float
+    dense: float
+    low_rank: float
 
 
 ROWS = {
@@ -53,6 +55,8 @@ ROWS = {
 
 
 class Forecaster(nn.Module):
+    """An LSTM of 64 units with a linear head."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.head = nn.LSTM(1, 64, batch_first=True), nn.Linear(64, 1)
@@ -63,7 +67,7 @@ class Forecaster(nn.Module):
         return last
 
 
-def module_of(work: Work) -> nn.Module:
+def make_module(work: Work) -> nn.Module:
     torch.manual_seed(0)
     if work.kind == "lstm":
         return Forecaster()
@@ -79,18 +83,18 @@ def module_of(work: Work) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def batch_of(work: Work) -> Batch:
+def make_batch(work: Work) -> Batch:
     shapes = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (48, 1)}
     x = torch.randn(work.batch, *shapes[work.kind])
     y = torch.randn(work.batch, 1) if work.kind == "lstm" else torch.randint(0, 10, (work.batch,))
     return Batch.from_raw((x, y))
 
 
-def generation(work: Work, rank: int | None, dtype: Any) -> Step:
-    """A generation of ours: scores, utilities, update; all but the journal."""
+def prepare_generation(work: Work, rank: int | None, dtype: Any) -> Step:
+    """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal."""
     loss = F.mse_loss if work.kind == "lstm" else F.cross_entropy
     strategy = OpenAIES(population=work.population, sigma=0.05, lr=0.01, rank=rank)
-    core, batch = Core(module_of(work), strategy, Objective(loss), Local("cpu"), 0, None, dtype), batch_of(work)
+    core, batch = Core(make_module(work), strategy, Objective(loss), Local("cpu"), 0, None, dtype), make_batch(work)
     numbers = iter(range(1 << 30))
     core.prepare(batch)
 
@@ -100,14 +104,15 @@ def generation(work: Work, rank: int | None, dtype: Any) -> Step:
     return step
 
 
-def inference(work: Work, dtype: torch.dtype) -> dict[str, Step]:
-    module, (x,) = module_of(work).eval().to(dtype), batch_of(work).args
+def prepare_inference(work: Work, dtype: torch.dtype) -> dict[str, Step]:
+    """Return the ways to run one network on population x batch samples."""
+    module, (x,) = make_module(work).eval().to(dtype), make_batch(work).args
     x = x.to(dtype)
     large = x.repeat(work.population, *(1,) * (x.dim() - 1))
     cores = torch.get_num_threads()
     pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
 
-    def one(_: int) -> None:
+    def run_batch(_: int) -> None:
         with torch.no_grad():
             module(x)
 
@@ -117,13 +122,14 @@ def inference(work: Work, dtype: torch.dtype) -> dict[str, Step]:
 
     def in_batches() -> None:
         torch.set_num_threads(1)
-        list(pool.map(one, range(work.population)))
+        list(pool.map(run_batch, range(work.population)))
         torch.set_num_threads(cores)
 
     return {"at once": at_once, "in batches": in_batches}
 
 
-def best_times(steps: dict[str, Step], repeats: int) -> dict[str, float]:
+def measure_best(steps: dict[str, Step], repeats: int) -> dict[str, float]:
+    """Return the shortest time of each step, in seconds."""
     for step in steps.values():
         step()
     best = dict.fromkeys(steps, float("inf"))
@@ -136,16 +142,18 @@ def best_times(steps: dict[str, Step], repeats: int) -> dict[str, float]:
 
 
 def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, float]:
+    """Print and return the times of a row, in seconds."""
     work = row.work
     steps: dict[str, Step] = {}
     for kind in (torch.float32, torch.bfloat16):
         label = str(kind).removeprefix("torch.")
-        steps |= {f"inference, {label}, {how}": step for how, step in inference(work, kind).items()}
+        steps |= {f"inference, {label}, {how}": step for how, step in prepare_inference(work, kind).items()}
     for dtype in ("float32", "bfloat16"):
-        steps |= {f"dense, {dtype}": generation(work, None, dtype), f"rank 1, {dtype}": generation(work, 1, dtype)}
+        steps |= {f"dense, {dtype}": prepare_generation(work, None, dtype)}
+        steps |= {f"rank 1, {dtype}": prepare_generation(work, 1, dtype)}
     peers = available() if with_peers else []
     steps |= {name: peer(name, work) for name in peers}
-    times = best_times(steps, repeats)
+    times = measure_best(steps, repeats)
     pure = min(seconds for key, seconds in times.items() if key.startswith("inference, float32"))
     print(f"\n{name}: {work.kind}, population {work.population}, batch {work.batch}")
     print(f"  {'':32} {'ms':>8} {'of inference':>13}")
@@ -155,23 +163,23 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
         ("as documented", [name for name in peers if not name.endswith(TUNED)]),
         ("tuned by hand", [name for name in peers if name.endswith(TUNED)]),
     ):
-        for key, wanted in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank_matrices)):
+        for key, goal in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank)):
             if rivals:
-                found = times[key] / min(times[rival] for rival in rivals)
-                verdict = f"wanted {wanted}{'' if found <= wanted else '  (missed)'}"
-                print(f"  {key}: {found:.3f} of the best peer {form}, {verdict}")
+                ratio = times[key] / min(times[rival] for rival in rivals)
+                verdict = f"goal {goal}{'' if ratio <= goal else '  (missed)'}"
+                print(f"  {key}: {ratio:.3f} of the best peer {form}, {verdict}")
     return times
 
 
-def peak_at(population: int) -> int:
-    """The peak memory of a new process that runs two generations."""
+def measure_peak_memory(population: int) -> int:
+    """Return the peak memory of a new process that runs two generations, in bytes."""
     code = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from germline.run import peak_memory
-from population import Work, generation
+from population import Work, prepare_generation
 for rank in (None, 1):
-    step = generation(Work("mlp", {population}, 256), rank, "float32")
+    step = prepare_generation(Work("mlp", {population}, 256), rank, "float32")
     step(), step()
 print(peak_memory())
 """
@@ -195,15 +203,15 @@ def main() -> None:
         return
     print(f"CPU: {processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if arguments.memory:
-        small, large = peak_at(256), peak_at(4096)
+        small, large = measure_peak_memory(256), measure_peak_memory(4096)
         print(f"peak memory: {small / 1e6:.0f} MB at population 256, {large / 1e6:.0f} MB at 4096")
         growth = large / small - 1
-        print(f"growth {100 * growth:.1f} %, wanted below 10 %{'' if growth < 0.1 else '  (missed)'}")
+        print(f"growth {100 * growth:.1f} %, goal below 10 %{'' if growth < 0.1 else '  (missed)'}")
         return
     names = arguments.row or list(ROWS)
-    found = {name: measure(name, ROWS[name], arguments.repeats, not arguments.no_peers) for name in names}
+    times = {name: measure(name, ROWS[name], arguments.repeats, not arguments.no_peers) for name in names}
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The rows of ``population.py --device cuda``: a whole generation on one card, beside pure inference and a step in JAX.
+"""The rows of ``population.py --device cuda``: a whole generation on one GPU, pure inference and a step in JAX.
 
 Pure inference is one network's forward pass in bfloat16 on population x batch samples. Times are the best of several
 rounds, each of several generations that are run in a row as a run does them.
@@ -32,13 +32,13 @@ SMALL, WIDE = (784, 300, 10), (1024, 2048, 2048, 10)
 
 @dataclass(frozen=True)
 class Row:
-    """Wanted: a low-rank generation in so many ms, or at least so much of inference; likewise for dense noise."""
+    """A net, and goals: the largest time of a generation in ms, or its smallest part of the speed of inference."""
 
     net: str
     population: int
     batch: int
     sizes: tuple[int, ...] = ()
-    low_rank_ms: float | None = None  # EGGROLL's time (HyperscaleES, JAX, rank 1) on an H200
+    low_rank_ms: float | None = None  # the time of EGGROLL (HyperscaleES, JAX, rank 1) on an H200
     low_rank_part: float | None = None
     dense_ms: float | None = None  # a tenth of the best torch library's time there
     dense_part: float | None = None
@@ -58,6 +58,8 @@ ROWS = {
 
 
 class Forecaster(nn.Module):
+    """An LSTM of 64 units with a linear head."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.head = nn.LSTM(1, 64, batch_first=True), nn.Linear(64, 1)
@@ -82,30 +84,32 @@ class Reader(nn.Module):
         return out
 
 
-def twice(inputs: int, outputs: int) -> nn.Sequential:
+def convolve_twice(inputs: int, outputs: int) -> nn.Sequential:
     first, second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
 class UNet(nn.Module):
+    """A U-Net of three levels."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleList([twice(1, 16), twice(16, 32), twice(32, 64)])
-        self.up = nn.ModuleList([twice(96, 32), twice(48, 16)])
+        self.down = nn.ModuleList([convolve_twice(1, 16), convolve_twice(16, 32), convolve_twice(32, 64)])
+        self.up = nn.ModuleList([convolve_twice(96, 32), convolve_twice(48, 16)])
         self.head = nn.Conv2d(16, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = []
+        levels = []
         for i, part in enumerate(self.down):
             x = part(F.max_pool2d(x, 2) if i else x)
-            kept.append(x)
-        for part, other in zip(self.up, kept[-2::-1], strict=True):
-            x = part(torch.cat([F.interpolate(x, scale_factor=2.0), other], 1))
+            levels.append(x)
+        for part, skip in zip(self.up, levels[-2::-1], strict=True):
+            x = part(torch.cat([F.interpolate(x, scale_factor=2.0), skip], 1))
         out: Tensor = self.head(x)
         return out
 
 
-def module_of(row: Row) -> nn.Module:
+def make_module(row: Row) -> nn.Module:
     torch.manual_seed(0)
     if row.net == "mlp":
         layers = [part for a, b in pairwise(row.sizes) for part in (nn.Linear(a, b), nn.ReLU())]
@@ -119,7 +123,7 @@ def module_of(row: Row) -> nn.Module:
     return {"lstm": Forecaster, "transformer": Reader, "unet": UNet}[row.net]()
 
 
-def batch_of(row: Row) -> Batch:
+def make_batch(row: Row) -> Batch:
     shape: tuple[int, ...]
     n = row.batch
     if row.net in ("lstm", "unet"):
@@ -133,11 +137,12 @@ def batch_of(row: Row) -> Batch:
     return Batch.from_raw((x, y), "cuda")
 
 
-def generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:
+def prepare_generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:
+    """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal."""
     losses: dict[str, Any] = {"lstm": F.mse_loss, "unet": F.binary_cross_entropy_with_logits}
     strategy = OpenAIES(population=row.population, sigma=0.05, lr=0.01, rank=rank)
-    goal = Objective(losses.get(row.net, F.cross_entropy))
-    core, batch = Core(module_of(row), strategy, goal, Local("cuda"), 0, None, dtype), batch_of(row)
+    objective = Objective(losses.get(row.net, F.cross_entropy))
+    core, batch = Core(make_module(row), strategy, objective, Local("cuda"), 0, None, dtype), make_batch(row)
     core.prepare(batch)
     numbers = iter(range(2, 1 << 30))
 
@@ -148,8 +153,9 @@ def generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:
     return step
 
 
-def inference(row: Row) -> Step:
-    module, (x,) = module_of(row).cuda().eval().to(torch.bfloat16), batch_of(row).args
+def prepare_inference(row: Row) -> Step:
+    """Return a function that runs one network on population x batch samples."""
+    module, (x,) = make_module(row).cuda().eval().to(torch.bfloat16), make_batch(row).args
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters()
@@ -163,7 +169,8 @@ def inference(row: Row) -> Step:
     return step
 
 
-def milliseconds(step: Step, repeats: int) -> float:
+def measure_best(step: Step, repeats: int) -> float:
+    """Return the shortest time of a step, in milliseconds."""
     for _ in range(4):  # compile, record, compare
         step()
     torch.cuda.synchronize()
@@ -183,38 +190,39 @@ def milliseconds(step: Step, repeats: int) -> float:
 
 
 def measure(name: str, row: Row, repeats: int, with_jax: bool) -> dict[str, float]:
+    """Print and return the times of a row, in milliseconds."""
     print(f"\n{name}: {row.net} {'-'.join(map(str, row.sizes))}, population {row.population}, batch {row.batch}")
     times: dict[str, float] = {}
 
     def add(label: str, make: Callable[[], Step]) -> None:
-        times[label] = milliseconds(make(), repeats)
+        times[label] = measure_best(make(), repeats)
         torch.cuda.empty_cache()
         pure = times["inference"]
         print(f"  {label:20} {times[label]:8.2f} ms {pure / times[label]:8.2f} of inference", flush=True)
 
-    add("inference", lambda: inference(row))
-    add("rank 1", lambda: generation(row, 1))
-    add("dense", lambda: generation(row, None))
+    add("inference", lambda: prepare_inference(row))
+    add("rank 1", lambda: prepare_generation(row, 1))
+    add("dense", lambda: prepare_generation(row, None))
     if row.net == "mlp" and with_jax and find_spec("jax"):
         from jax_step import rank_one
 
         add("rank 1 in JAX", lambda: rank_one(row.sizes, row.population, row.batch))
-    for label, wanted, part in (
+    for label, goal_ms, goal_part in (
         ("rank 1", row.low_rank_ms, row.low_rank_part),
         ("dense", row.dense_ms, row.dense_part),
     ):
-        if wanted is not None:
-            found = times[label] / wanted
-            print(f"  {label}: {found:.2f} of the {wanted} ms wanted{'' if found <= 1 else '  (missed)'}")
-        if part is not None:
-            found = times["inference"] / times[label]
-            print(f"  {label}: {found:.2f} of inference, wanted {part}{'' if found >= part else '  (missed)'}")
+        if goal_ms is not None:
+            ratio = times[label] / goal_ms
+            print(f"  {label}: {ratio:.2f} of the goal of {goal_ms} ms{'' if ratio <= 1 else '  (missed)'}")
+        if goal_part is not None:
+            speed = times["inference"] / times[label]
+            print(f"  {label}: {speed:.2f} of inference, goal {goal_part}{'' if speed >= goal_part else '  (missed)'}")
     return times
 
 
 def main(names: list[str] | None, repeats: int, with_jax: bool, as_json: bool) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print(f"CUDA: {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    found = {name: measure(name, ROWS[name], repeats, with_jax) for name in names or ROWS}
+    times = {name: measure(name, ROWS[name], repeats, with_jax) for name in names or ROWS}
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(times))

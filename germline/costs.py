@@ -36,10 +36,9 @@ from germline.core import Core
 from germline.errors import BadInput, unknown_name
 from germline.fleet import Local
 from germline.fleet.exchange import Mode, refuse
-from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome
 from germline.objective import Batch
-from germline.population.size import even_block
+from germline.population import even_block, single_threaded_torch
 from germline.recipes.recipe import Recipe
 from germline.strategies import AnyStrategy, GenerationResult, pack
 from germline.trainer import set_up

@@ -28,9 +28,8 @@ import numpy as np
 import torch
 
 from germline.fleet import Local
-from germline.fleet.local import single_threaded_torch
 from germline.journal import Journal
-from germline.population import exact_arithmetic
+from germline.population import exact_arithmetic, single_threaded_torch
 from germline.recipes.recipe import Recipe
 from germline.strategies import GenerationResult, HybridES
 from germline.trainer import set_up

@@ -1,4 +1,4 @@
-"""Networks that people train, and modules whose code gets in the way of evaluating many members at once."""
+"""Networks that people train, and modules whose code makes it hard to evaluate many members at once."""
 
 import random
 from typing import Any
@@ -23,7 +23,7 @@ class LeNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels with skips; the way up is by transposed convolutions."""
+    """A U-Net of two levels with skips; the way up is by transposed convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class UNet(nn.Module):
 
 
 class Forecaster(nn.Module):
-    """An LSTM with a hidden state that the user makes, of the batch's size."""
+    """An LSTM with a hidden state of the batch's size that the user's code creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Forecaster(nn.Module):
 
 
 class NamedArguments(nn.Module):
-    """Calls layers with their arguments by name, in another order than theirs."""
+    """Calls layers with their arguments by name, in a different order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class NamedArguments(nn.Module):
 
 
 class CellForecaster(nn.Module):
-    """The same by cells, in a loop."""
+    """Calls recurrent cells in a loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class CellForecaster(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Positions by arange, a causal mask, and a head that is tied to the embedding."""
+    """A transformer with positions by arange, a causal mask, and a head that is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class TiedAutoencoder(nn.Module):
 
 
 class Siamese(nn.Module):
-    """One module called twice, two inputs, two outputs, a nested and shared part."""
+    """A module with two inputs, two outputs, and a nested part that is shared and called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Siamese(nn.Module):
 
 
 class UsesOutputsTwice(nn.Module):
-    """Before an activation and after it, in place and not, with a view and a sum between."""
+    """Uses outputs before and after an activation, in place and not, with a view and a sum between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,14 +163,14 @@ class UsesOutputsTwice(nn.Module):
         before = self.one(x)
         after = F.relu(before)
         hidden = self.two(after + before)
-        kept = hidden
-        hidden.relu_()  # which changes what kept is, too
-        last = self.three(kept)
-        return before, kept, last, torch.relu(last).view(-1, 2)
+        alias = hidden
+        hidden.relu_()  # which changes the alias, too
+        last = self.three(alias)
+        return before, alias, last, torch.relu(last).view(-1, 2)
 
 
 class Pools(nn.Module):
-    """Convolutions with poolings of several kinds behind them, of images that all members share and of others."""
+    """Convolutions followed by poolings of several kinds, of images that all members share and of others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,21 +203,24 @@ NETS: dict[str, tuple[type[nn.Module], tuple[Any, ...]]] = {
 }
 
 
-def inputs_of(shapes: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def make_inputs(shapes: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Return random inputs of these shapes; "tokens" stands for a batch of sequences of tokens."""
     return tuple(torch.randint(0, 40, (5, 12)) if shape == "tokens" else torch.randn(shape) for shape in shapes)
 
 
-# Modules that get in the way; each takes (16, 6) and gives (16, 3)
+# Hostile modules; each takes (16, 6) and returns (16, 3)
 
 
 class Hostile(nn.Module):
+    """A module whose code makes it hard to evaluate many members at once."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-        self.made()
+        self.add_parts()
 
-    def made(self) -> None:
-        """What else the module is made of."""
+    def add_parts(self) -> None:
+        """Add what else the module consists of."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.hidden(x))
@@ -240,7 +243,7 @@ class MixesRows(Hostile):
 
 
 class TransposesTheBatch(Hostile):
-    """Sequence-major reshapes, which plain flattening of members and examples gets wrong."""
+    """Reshapes with the batch last, which a module that flattens members and examples would get wrong."""
 
     def hidden(self, x: Tensor) -> Tensor:
         h: Tensor = self.layer(x)
@@ -286,7 +289,7 @@ class UsesItsParameters(Hostile):
 
 
 class KeepsReferences(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.references = [self.layer.weight, self.layer.bias]
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -301,7 +304,7 @@ class ReadsTheDictionary(Hostile):
 
 
 class CountsItsCalls(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.count = 0
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -311,7 +314,7 @@ class CountsItsCalls(Hostile):
 
 
 class RemembersTheFirst(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.cache: Tensor | None = None
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -322,7 +325,7 @@ class RemembersTheFirst(Hostile):
 
 
 class KeepsAHiddenState(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.state = torch.zeros(16, 6)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -331,7 +334,7 @@ class KeepsAHiddenState(Hostile):
 
 
 class WritesToABuffer(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.register_buffer("mean", torch.zeros(6))
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -360,7 +363,7 @@ class ChangesItsInput(Hostile):
 
 
 class OverridesALayer(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         class Scaled(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 return F.linear(x, self.weight * 2, self.bias)
@@ -373,7 +376,7 @@ class OverridesALayer(Hostile):
 
 
 class HasHooks(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.layer.register_forward_hook(lambda part, args, output: output + args[0])
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -381,8 +384,8 @@ class HasHooks(Hostile):
         return h
 
 
-class HasAParametrisation(Hostile):
-    def made(self) -> None:
+class HasAParametrization(Hostile):
+    def add_parts(self) -> None:
         nn.utils.parametrizations.weight_norm(self.layer)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -391,7 +394,7 @@ class HasAParametrisation(Hostile):
 
 
 class HasAFrozenLayer(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.layer.weight.requires_grad_(False)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -400,7 +403,7 @@ class HasAFrozenLayer(Hostile):
 
 
 class HasAnUnusedLayer(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.unused = nn.Linear(3, 3)
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -426,7 +429,7 @@ class MasksWithALargeNumber(MasksWithInfinity):
 
 
 class HidesInAColumn(KeepsReferences):
-    """One of 121 columns is made in a way that twins do not see."""
+    """Computes one of 121 columns in a way that a population module does not notice."""
 
     def forward(self, x: Tensor) -> Tensor:
         lone = F.linear(x, self.references[0])[:, :1]
@@ -434,7 +437,7 @@ class HidesInAColumn(KeepsReferences):
 
 
 class HasTwoNamesForAWeight(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.one = nn.Parameter(torch.randn(6, 6))
         self.two = self.one
 
@@ -443,7 +446,7 @@ class HasTwoNamesForAWeight(Hostile):
 
 
 class HasAnExpandedBuffer(Hostile):
-    def made(self) -> None:
+    def add_parts(self) -> None:
         self.register_buffer("scale", torch.tensor(2.0).expand(6))
 
     def hidden(self, x: Tensor) -> Tensor:
@@ -451,15 +454,15 @@ class HasAnExpandedBuffer(Hostile):
         return h * self.get_buffer("scale")
 
 
-class TakesAnotherWay(Hostile):
-    """With some batches it does what cannot be done for a block."""
+class BranchesOnItsInput(Hostile):
+    """Does with some batches what cannot be done for a block."""
 
     def hidden(self, x: Tensor) -> Tensor:
         h: Tensor = self.layer(x)
         return h * float(h.abs().max()) if x[0, 0] > 10 else h
 
 
-HOSTILE: dict[type[Hostile], set[str]] = {  # how each may be evaluated; nothing faster would be right
+HOSTILE: dict[type[Hostile], set[str]] = {  # the methods by which each may be evaluated; faster ones are wrong
     LooksAtTheBatchSize: {"population"},
     MixesRows: {"population"},
     TransposesTheBatch: {"population"},
@@ -480,7 +483,7 @@ HOSTILE: dict[type[Hostile], set[str]] = {  # how each may be evaluated; nothing
     ChangesItsInput: {"isolated"},
     OverridesALayer: {"population"},
     HasHooks: {"population"},
-    HasAParametrisation: {"population"},
+    HasAParametrization: {"population"},
     HasAFrozenLayer: {"population"},
     HasAnUnusedLayer: {"population"},
     ThresholdsHard: {"population"},
@@ -489,5 +492,5 @@ HOSTILE: dict[type[Hostile], set[str]] = {  # how each may be evaluated; nothing
     HidesInAColumn: {"loop"},
     HasTwoNamesForAWeight: {"population"},
     HasAnExpandedBuffer: {"population"},
-    TakesAnotherWay: {"population"},
+    BranchesOnItsInput: {"population"},
 }

@@ -1,6 +1,7 @@
-"""Every layer, and whole networks: each member's output is that of a plain copy of the module with its weights."""
+"""Every layer and whole networks: each member's output is that of a plain copy of the module with its weights."""
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome
 from germline.noise import low_rank_matrices
 from germline.objective import Batch, Objective, iterate_tensors
-from germline.population import Evaluator, Plan, exact_arithmetic
-from germline.population.recurrent import step_by_step
-from germline.population.twins import RULES
+from germline.population import Evaluator, Plan, exact_arithmetic, single_threaded_torch
+from germline.population.rules import RULES, Rule
+from germline.population.rules.attention import attention
+from germline.population.rules.recurrent import step_by_step
 from germline.strategies import Candidates, OpenAIES
-from tests.nets import NETS, inputs_of
+from tests.nets import NETS, make_inputs
 
 BLOCK, SIGMA = 6, 0.2
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -28,8 +29,9 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "linear, no bias": (lambda: nn.Linear(6, 9, bias=False), ((5, 6),)),
     "linear, of a vector": (lambda: nn.Linear(6, 9), ((6,),)),
     "linear, of sequences": (lambda: nn.Linear(6, 9), ((5, 3, 6),)),
-    "linear, frozen weight": (lambda: frozen(nn.Linear(6, 9), "weight"), ((5, 6),)),
-    "linear, frozen bias": (lambda: frozen(nn.Linear(6, 9), "bias"), ((5, 6),)),
+    "linear, frozen weight": (lambda: freeze(nn.Linear(6, 9), "weight"), ((5, 6),)),
+    "linear, frozen bias": (lambda: freeze(nn.Linear(6, 9), "bias"), ((5, 6),)),
+    "linear, then max pooling": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.MaxPool2d(2)), ((5, 3, 4, 6),)),
     "two linear": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)), ((5, 6),)),
     "double precision": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)).double(), ((5, 6),)),
     "conv1d": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, dilation=2), ((5, 3, 11),)),
@@ -71,6 +73,9 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "rms norm": (lambda: nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 4), nn.RMSNorm(4)), ((5, 6),)),
     "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True), ((5, 3, 7, 8),)),
     "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), ((5, 3, 8), (5, 4, 8), (5, 4, 8))),
+    "self-attention": (lambda: SelfAttention(batch_first=False), ((3, 5, 8),)),
+    "self-attention, of one sequence": (lambda: SelfAttention(batch_first=True), ((3, 8),)),
+    "self-attention after linear": (lambda: nn.Sequential(nn.Linear(8, 8), SelfAttention(True)), ((5, 3, 8),)),
     "attention, other widths": (
         lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=5, add_bias_kv=True),
         ((3, 5, 8), (4, 5, 6), (4, 5, 5)),
@@ -86,18 +91,29 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
 every_leaf = pytest.mark.parametrize(("build", "shapes"), LEAVES.values(), ids=list(LEAVES))
 
 
-def frozen(module: nn.Module, name: str) -> nn.Module:
+class SelfAttention(nn.Module):
+    """Self-attention as transformers call it."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def freeze(module: nn.Module, name: str) -> nn.Module:
     module.get_parameter(name).requires_grad_(False)
     return module
 
 
-def setting(
+def prepare(
     build: Callable[[], nn.Module], shapes: Shapes, rank: int | None, device: str, *, mirrored: bool = True
 ) -> tuple[nn.Module, Genome, Candidates, Batch]:
     torch.manual_seed(0)
     module = build()
     genome = Genome.from_module(module)
-    inputs = tuple(x.to(genome.dtype) if x.is_floating_point() else x for x in inputs_of(shapes))
+    inputs = tuple(x.to(genome.dtype) if x.is_floating_point() else x for x in make_inputs(shapes))
     field = OpenAIES(population=4 * BLOCK, rank=rank, mirrored=mirrored).field(1, genome)
     assert field.matrices == low_rank_matrices(genome.shapes, rank)
     batch = Batch(inputs, {}, torch.zeros(()), len(inputs[0])).to(torch.device(device))
@@ -105,21 +121,23 @@ def setting(
 
 
 def plain_output(module: nn.Module, candidates: Candidates, batch: Batch, member: int) -> list[torch.Tensor]:
-    genome, one = Genome.from_module(module), copy.deepcopy(module).to(candidates.center.device).eval()
-    for part in one.modules():
+    """Return the tensors of one member's output, from a plain copy of the module."""
+    genome, module = Genome.from_module(module), copy.deepcopy(module).to(candidates.center.device).eval()
+    for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            part.train()  # the statistics of its own batch
-    genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
-    plain = torch.backends.cudnn.flags(enabled=False)  # whose recurrent layers are not as exact
+            part.train()  # by the statistics of the batch
+    genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], module)
+    plain = torch.backends.cudnn.flags(enabled=False)  # cuDNN's recurrent layers are less exact
     with torch.no_grad(), single_threaded_torch(), exact_arithmetic(candidates.center.device), plain:
-        return list(iterate_tensors(one(*batch.args)))
+        return list(iterate_tensors(module(*batch.args)))
 
 
 def compare(
     module: nn.Module, genome: Genome, candidates: Candidates, batch: Batch, plan: Plan, tolerance: float
 ) -> None:
+    """Compare the outputs of a block of members with those of plain copies of the module."""
     evaluator = Evaluator.build(module, genome, Objective(lambda output, target: target), batch.args[0].device, plan)
-    members = np.array([3, 4, 5, 9, 9, 2])  # pairs, halves of pairs, one twice
+    members = np.array([3, 4, 5, 9, 9, 2])  # a pair, halves of pairs, one member twice
     with torch.no_grad(), single_threaded_torch(), exact_arithmetic(candidates.center.device):
         outputs = list(iterate_tensors(evaluator.outputs(evaluator.generation(candidates, batch), members)))
     for i, member in enumerate(members):
@@ -134,7 +152,7 @@ def compare(
 @pytest.mark.parametrize("rank", [None, 1, 2])
 @every_leaf
 def test_outputs_are_those_of_plain_copies(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
-    module, genome, candidates, batch = setting(build, shapes, rank, device)
+    module, genome, candidates, batch = prepare(build, shapes, rank, device)
     before = copy.deepcopy(module.state_dict())
     tolerance = 1e-12 if genome.dtype == torch.float64 else 2e-5
     compare(module, genome, candidates, batch, Plan(BLOCK, "population"), tolerance)
@@ -145,23 +163,23 @@ def test_outputs_are_those_of_plain_copies(build: Any, shapes: Shapes, rank: int
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize(("build", "shapes"), NETS.values(), ids=list(NETS))
-def test_bfloat16_is_near(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
-    module, genome, candidates, batch = setting(build, shapes, rank, device)
-    # of the largest error of any output, in parts of their size: 8 bits of each product and sum, through several layers
+def test_bfloat16_is_close(build: Any, shapes: Shapes, rank: int | None, device: str) -> None:
+    module, genome, candidates, batch = prepare(build, shapes, rank, device)
+    # the largest error of any output relative to their size: 8 bits of each product and sum, through several layers
     compare(module, genome, candidates, batch, Plan(BLOCK, "population", dtype="bfloat16"), 0.3)
 
 
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", ["two linear", "two conv2d", "embedding, then linear"])
-def test_noise_without_mirrors(name: str, rank: int | None) -> None:
+def test_noise_that_is_not_mirrored(name: str, rank: int | None) -> None:
     build, shapes = LEAVES[name]
-    compare(*setting(build, shapes, rank, "cpu", mirrored=False), Plan(BLOCK, "population"), 2e-5)
+    compare(*prepare(build, shapes, rank, "cpu", mirrored=False), Plan(BLOCK, "population"), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["two linear", "two conv2d", "LSTM forecaster", "transformer"])
 def test_a_sigma_for_each_parameter(name: str) -> None:
     build, shapes = LEAVES[name]
-    module, genome, candidates, batch = setting(build, shapes, None, "cpu")
+    module, genome, candidates, batch = prepare(build, shapes, None, "cpu")
     sigma = torch.rand(genome.size, generator=torch.Generator().manual_seed(2))
     candidates = Candidates(candidates.field, 4, candidates.center, sigma)
     compare(module, genome, candidates, batch, Plan(BLOCK, "population"), 2e-5)
@@ -175,16 +193,57 @@ RECURRENT = {name: LEAVES[name] for name in LEAVES if "lstm" in name.lower() or 
 def test_recurrent_layers_step_by_step(
     build: Any, shapes: Shapes, rank: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they go where there is no fast layer of torch's to go through member by member."""
+    """Recurrent layers are computed so on a GPU."""
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        monkeypatch.setitem(RULES, kind, step_by_step)
-    compare(*setting(build, shapes, rank, "cpu"), Plan(BLOCK, "population"), 2e-5)
+        monkeypatch.setitem(RULES, kind, Rule(step_by_step))
+    compare(*prepare(build, shapes, rank, "cpu"), Plan(BLOCK, "population"), 2e-5)
+
+
+@pytest.fixture
+def rules_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have layers on a CPU computed by their rules for a GPU, in float32, the kernels by Triton's interpreter."""
+    kernels = pytest.importorskip("germline.kernels.cuda")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU")
+
+    class AnyDevice:
+        type = "cuda"
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    rules = "germline.population.rules"
+    for name in ("linear", "convolution", "recurrent", "norm"):
+        monkeypatch.setattr(sys.modules[f"{rules}.{name}"], "kernel_device", lambda device: AnyDevice())
+    for name in ("blend", "linear", "convolution", "recurrent", "norm"):
+        monkeypatch.setattr(sys.modules[f"{rules}.{name}"], "kernels_for", lambda device: kernels)
+    monkeypatch.setattr(sys.modules[f"{rules}.blend"], "as_kernel_arg", lambda tensor: tensor)
+    monkeypatch.setitem(RULES, nn.MultiheadAttention, Rule(attention, applies=lambda module, arguments: True))
+
+
+OF_A_GPU = [
+    "two linear",
+    "conv1d",
+    "two conv2d",
+    "layer norm",
+    "self-attention",
+    "self-attention, of one sequence",
+    "self-attention after linear",
+]
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("name", OF_A_GPU)
+@pytest.mark.usefixtures("rules_of_a_gpu")
+def test_rules_of_a_gpu(name: str, rank: int | None) -> None:
+    build, shapes = LEAVES[name]
+    compare(*prepare(build, shapes, rank, "cpu"), Plan(BLOCK, "population"), 2e-5)
 
 
 @pytest.mark.parametrize("method", ["vmap", "loop", "isolated"])
 @pytest.mark.parametrize("name", ["LeNet", "LSTM forecaster", "transformer", "residual block", "siamese"])
-def test_the_slower_paths_give_the_same(name: str, method: Any) -> None:
+def test_slower_methods_have_the_same_outputs(name: str, method: Any) -> None:
     if (name, method) == ("LSTM forecaster", "vmap"):  # which vmap cannot do
         return
     build, shapes = LEAVES[name]
-    compare(*setting(build, shapes, 1, "cpu"), Plan(BLOCK, method), 2e-5)
+    compare(*prepare(build, shapes, 1, "cpu"), Plan(BLOCK, method), 2e-5)

@@ -1,4 +1,4 @@
-"""Scores of members against plain copies of the module, and their bits whoever computes them."""
+"""Scores of members are those of plain copies of the module, with the same bits on any threads and processes."""
 
 import copy
 import multiprocessing
@@ -17,7 +17,6 @@ from torch import nn
 from germline.core import Core
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.fleet.local import single_threaded_torch
 from germline.genome import Genome
 from germline.noise import Field
 from germline.objective import Batch, Objective, accuracy
@@ -30,11 +29,12 @@ from germline.population import (
     exact_arithmetic,
     make_evaluation_copy,
     refresh_statistics,
+    single_threaded_torch,
 )
-from germline.population.buffers import arrays, empty
-from germline.population.check import WORTH_IT, multiplies_in_16_bits, work
+from germline.population.buffers import allocate, arrays
+from germline.population.check import MIN_FLOPS, count_flops, has_fast_bfloat16
 from germline.strategies import Candidates, OpenAIES
-from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, inputs_of
+from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, make_inputs
 
 P, SIGMA = 22, 0.3
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -44,7 +44,7 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
 
 
-def mean_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def score_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.flatten(1) - 0.1).abs().mean()
 
 
@@ -55,21 +55,21 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any, Callable[..., Any]]] = {
         (16, 6),
         F.cross_entropy,
     ),
-    "LeNet": (LeNet, (16, 1, 28, 28), mean_of),
-    "forecaster": (Forecaster, (16, 9, 1), mean_of),
-    "transformer": (Transformer, "tokens", mean_of),
-    "residual block": (ResidualBlock, (16, 3, 8, 8), mean_of),
+    "LeNet": (LeNet, (16, 1, 28, 28), score_mean),
+    "forecaster": (Forecaster, (16, 9, 1), score_mean),
+    "transformer": (Transformer, "tokens", score_mean),
+    "residual block": (ResidualBlock, (16, 3, 8, 8), score_mean),
 }
 every_module = pytest.mark.parametrize("name", MODULES)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def setting(
+def prepare(
     name: str, function: Callable[..., Any] | None = None, device: str = "cpu", rank: int | None = None
 ) -> tuple[nn.Module, Callable[[Plan], Evaluator], Candidates, Batch]:
     build, shape, usual = MODULES[name]
     torch.manual_seed(0)
-    module, (x,), y = build(), inputs_of((shape,)), torch.randint(0, 3, (16,))
+    module, (x,), y = build(), make_inputs((shape,)), torch.randint(0, 3, (16,))
     genome = Genome.from_module(module)
     field = OpenAIES(population=P, rank=rank).field(1, genome)
     candidates = Candidates(field, 4, genome.read(module, device), SIGMA)
@@ -82,15 +82,16 @@ def setting(
 
 
 def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, function: Callable[..., Any]) -> list[float]:
+    """Return the score of each member, from a plain copy of the module."""
     genome, scores = Genome.from_module(module), []
     for member in range(P):
-        one = copy.deepcopy(module).to(candidates.center.device).eval()
-        for part in one.modules():
+        plain = copy.deepcopy(module).to(candidates.center.device).eval()
+        for part in plain.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                part.train()  # the statistics of its own batch
-        genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], one)
+                part.train()  # by the statistics of the batch
+        genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], plain)
         with torch.no_grad(), exact_arithmetic(candidates.center.device):
-            scores.append(float(function(one(*batch.args), batch.target)))
+            scores.append(float(function(plain(*batch.args), batch.target)))
     return scores
 
 
@@ -98,13 +99,13 @@ def plain_scores(module: nn.Module, candidates: Candidates, batch: Batch, functi
 @every_module
 @pytest.mark.parametrize("rank", [None, 1])
 def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: str) -> None:
-    module, make, candidates, batch = setting(name, device=device, rank=rank)
+    module, make, candidates, batch = prepare(name, device=device, rank=rank)
     before = copy.deepcopy(module.state_dict())
     with single_threaded_torch(), exact_arithmetic(candidates.center.device):
-        settled = choose_plan(make, 8, candidates, batch)
-    assert settled.plan == Plan(8, "population")
-    assert settled.reason is None
-    scores = Local(device).evaluate(make(settled.plan), candidates, P, batch)
+        choice = choose_plan(make, 8, candidates, batch)
+    assert choice.plan == Plan(8, "population")
+    assert choice.reason is None
+    scores = Local(device).evaluate(make(choice.plan), candidates, P, batch)
     assert scores.dtype == np.float32
     assert np.allclose(scores, plain_scores(module, candidates, batch, MODULES[name][2]), rtol=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -114,7 +115,7 @@ def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: s
 @pytest.mark.parametrize("rank", [None, 1])
 @every_module
 def test_threads_do_not_change_a_bit(name: str, rank: int | None) -> None:
-    _, make, candidates, batch = setting(name, rank=rank)
+    _, make, candidates, batch = prepare(name, rank=rank)
     plan, scores = Plan(8, "population"), []
     before = torch.get_num_threads()
     for workers in (1, 2, 3):
@@ -128,9 +129,9 @@ def test_threads_do_not_change_a_bit(name: str, rank: int | None) -> None:
 
 
 def score_blocks(name: str, rank: int | None, numbers: list[int]) -> dict[int, bytes]:
-    """Some blocks, in the order given, in a process that does nothing else."""
+    """Return the scores of some blocks, evaluated in this order; the work of a process of the next test."""
     torch.set_num_threads(1)
-    _, make, candidates, batch = setting(name, rank=rank)
+    _, make, candidates, batch = prepare(name, rank=rank)
     evaluator = make(Plan(8, "population"))
     blocks = evaluator.blocks(P)
     with exact_arithmetic(torch.device("cpu")):
@@ -140,31 +141,31 @@ def score_blocks(name: str, rank: int | None, numbers: list[int]) -> dict[int, b
 
 @pytest.mark.parametrize("rank", [None, 1])
 def test_processes_do_not_change_a_bit(rank: int | None) -> None:
-    """Blocks dealt to 1, 2 and 3 processes, in any order."""
-    deals = [[[0, 1, 2]], [[2, 0], [1]], [[1], [2], [0]]]
+    """Blocks are divided among 1, 2 and 3 processes, in different orders."""
+    divisions = [[[0, 1, 2]], [[2, 0], [1]], [[1], [2], [0]]]
     names = list(MODULES)
-    work = [(name, rank, numbers) for name in names for deal in deals for numbers in deal]
+    jobs = [(name, rank, numbers) for name in names for division in divisions for numbers in division]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        answers = pool.starmap(score_blocks, work, chunksize=1)
+        answers = pool.starmap(score_blocks, jobs, chunksize=1)
     for name in names:
-        found: dict[int, set[bytes]] = {0: set(), 1: set(), 2: set()}
-        for (asked, _, _), answer in zip(work, answers, strict=True):
-            for i, scores in answer.items() if asked == name else ():
-                found[i].add(scores)
-        assert [len(scores) for scores in found.values()] == [1, 1, 1], name
+        distinct: dict[int, set[bytes]] = {0: set(), 1: set(), 2: set()}
+        for (job_name, _, _), answer in zip(jobs, answers, strict=True):
+            for i, scores in answer.items() if job_name == name else ():
+                distinct[i].add(scores)
+        assert [len(scores) for scores in distinct.values()] == [1, 1, 1], name
 
 
 def python_score(output: torch.Tensor, target: torch.Tensor) -> float:
-    """A score that vmap cannot do: it leaves torch."""
+    """Return the accuracy in a way that vmap cannot do: it leaves torch."""
     return float((output.argmax(1) == target).float().mean().item())
 
 
 @pytest.mark.parametrize(("function", "vectorized"), [(accuracy, True), (python_score, False)])
 def test_scores_without_a_gradient(function: Callable[..., Any], vectorized: bool) -> None:
-    module, make, candidates, batch = setting("mlp", function)
-    settled = choose_plan(make, 8, candidates, batch)
-    assert settled.plan == Plan(8, "population", vectorized)
-    scores = Local("cpu").evaluate(make(settled.plan), candidates, P, batch)
+    module, make, candidates, batch = prepare("mlp", function)
+    choice = choose_plan(make, 8, candidates, batch)
+    assert choice.plan == Plan(8, "population", vectorized)
+    scores = Local("cpu").evaluate(make(choice.plan), candidates, P, batch)
     assert np.allclose(scores, plain_scores(module, candidates, batch, function), atol=1e-6)
 
 
@@ -182,7 +183,7 @@ def test_an_objective_of_the_model() -> None:
 @on_every_device
 @pytest.mark.parametrize("slices", [1, 3])
 def test_the_gradient_is_that_of_backprop(slices: int, device: str) -> None:
-    module, make, candidates, batch = setting("mlp", device=device)
+    module, make, candidates, batch = prepare("mlp", device=device)
     score, gradient = Local(device).gradient(make(Plan(1, "loop", slices=slices)), candidates.center, batch, "float32")
     module.to(device)
     loss = F.cross_entropy(module(*batch.args), batch.target)
@@ -193,7 +194,7 @@ def test_the_gradient_is_that_of_backprop(slices: int, device: str) -> None:
 
 
 def test_the_shared_product_is_made_once_for_a_generation() -> None:
-    module, make, candidates, batch = setting("mlp", rank=1)
+    module, make, candidates, batch = prepare("mlp", rank=1)
     evaluator = make(Plan(8, "population"))
     generation = evaluator.generation(candidates, batch)
     for block in evaluator.blocks(P):
@@ -206,60 +207,59 @@ def test_the_shared_product_is_made_once_for_a_generation() -> None:
 
 @pytest.mark.parametrize("method", ["population", "vmap", "loop", "isolated"])
 def test_dropout_is_a_function_of_the_address(method: Any) -> None:
-    _, make, candidates, batch = setting("batch norm and dropout")
+    _, make, candidates, batch = prepare("batch norm and dropout")
     off = Local("cpu").evaluate(make(Plan(8, method)), candidates, P, batch)
     plan = Plan(8, method, dropout=True)
     on = [Local("cpu", workers).evaluate(make(plan), candidates, P, batch) for workers in (1, 2)]
     assert on[0].tobytes() == on[1].tobytes()
     assert not np.allclose(on[0], off, rtol=1e-3)
-    twins = Local("cpu").evaluate(make(Plan(8, "population", dropout=True)), candidates, P, batch)
-    assert np.allclose(on[0], twins, rtol=1e-4)  # the same masks by every path
+    at_once = Local("cpu").evaluate(make(Plan(8, "population", dropout=True)), candidates, P, batch)
+    assert np.allclose(on[0], at_once, rtol=1e-4)  # the same masks by every method
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(nn.Dropout, (32, 400)), (nn.Dropout2d, (40, 40, 5, 5))])
-def test_dropout_keeps_its_part_and_its_mean(kind: Any, shape: tuple[int, ...]) -> None:
-    """Beside a scale that is trained, since something must be."""
-    module = nn.Sequential(kind(0.25), nn.PReLU())
+def test_dropout_drops_its_part_and_scales_the_rest(kind: Any, shape: tuple[int, ...]) -> None:
+    module = nn.Sequential(kind(0.25), nn.PReLU())  # which has a parameter: a genome needs one
     genome = Genome.from_module(module)
     candidates = Candidates(OpenAIES().field(1, genome), 0, genome.read(module), SIGMA)
     evaluator = Evaluator.build(
-        module, genome, Objective(mean_of), torch.device("cpu"), Plan(4, "population", dropout=True)
+        module, genome, Objective(score_mean), torch.device("cpu"), Plan(4, "population", dropout=True)
     )
     batch = Batch((torch.ones(shape),), {}, torch.zeros(()), shape[0])
     outputs = evaluator.outputs(evaluator.generation(candidates, batch), np.arange(4))
     dropped = (outputs == 0).flatten(1).float().mean(1)
     assert torch.allclose(dropped, torch.full((4,), 0.25), atol=0.05)
     assert torch.equal(outputs.unique(), torch.tensor([0.0, 1 / 0.75]))
-    assert not torch.equal(outputs[0], outputs[1])  # each member has a mask of its own
+    assert not torch.equal(outputs[0], outputs[1])  # masks of members differ
     if kind is nn.Dropout2d:
         assert torch.equal(outputs.flatten(3).amin(3), outputs.flatten(3).amax(3))  # whole channels
 
 
-def test_bfloat16_is_taken_where_ranks_survive_it() -> None:
-    _, make, candidates, batch = setting("LeNet")
-    settled = choose_plan(make, 8, candidates, batch)
-    asked = choose_dtype(make, settled, "bfloat16", candidates, batch)
-    assert asked.plan == Plan(8, "population", dtype="bfloat16")
-    assert choose_dtype(make, settled, "float32", candidates, batch) == settled
-    scores = [Local("cpu").evaluate(make(plan), candidates, P, batch) for plan in (settled.plan, asked.plan)]
+def test_bfloat16_is_chosen_where_ranks_survive_it() -> None:
+    _, make, candidates, batch = prepare("LeNet")
+    choice = choose_plan(make, 8, candidates, batch)
+    in_bfloat16 = choose_dtype(make, choice, "bfloat16", candidates, batch)
+    assert in_bfloat16.plan == Plan(8, "population", dtype="bfloat16")
+    assert choose_dtype(make, choice, "float32", candidates, batch) == choice
+    scores = [Local("cpu").evaluate(make(plan), candidates, P, batch) for plan in (choice.plan, in_bfloat16.plan)]
     assert np.corrcoef(scores[0], scores[1])[0, 1] > 0.99
     assert not np.array_equal(scores[0], scores[1])
-    # by auto too, where it is worth it and the processor has it
-    fast = multiplies_in_16_bits(torch.device("cpu"))
-    assert work(make, batch) > WORTH_IT
-    assert choose_dtype(make, settled, "auto", candidates, batch) == (asked if fast else settled)
-    # a sigma that 8 bits cannot show: the scores differ by rounding alone
+    # by auto, too, where the products are large enough and the processor multiplies in it
+    is_fast = has_fast_bfloat16(torch.device("cpu"))
+    assert count_flops(make, batch) > MIN_FLOPS
+    assert choose_dtype(make, choice, "auto", candidates, batch) == (in_bfloat16 if is_fast else choice)
+    # with a sigma that 8 bits cannot show, scores differ by rounding alone
     tiny = Candidates(candidates.field, 4, candidates.center, 1e-6)
-    assert choose_dtype(make, settled, "auto", tiny, batch) == settled
+    assert choose_dtype(make, choice, "auto", tiny, batch) == choice
 
 
-def test_bfloat16_for_what_cannot_be_done_at_once() -> None:
+def test_bfloat16_is_refused_for_an_objective_of_the_model() -> None:
     core = Core(nn.Linear(2, 1), OpenAIES(), Objective(lambda m: 0.0, of_model=True), Local("cpu"), 0, None, "bfloat16")
     with pytest.raises(BadInput, match="no bfloat16 for a model that is evaluated member by member"):
         core.prepare(None)
 
 
-def test_running_statistics_are_re_estimated() -> None:
+def test_running_statistics_are_estimated_again() -> None:
     layer, norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
     module = nn.Sequential(layer, norm).eval()
     batches = [Batch.from_raw((torch.randn(50, 6), torch.zeros(50))) for _ in range(3)]
@@ -272,7 +272,16 @@ def test_running_statistics_are_re_estimated() -> None:
     assert make_evaluation_copy(module)[1].running_mean is None  # type: ignore[index]
 
 
-def test_the_block_is_a_function_of_the_problem() -> None:
+def test_an_error_leaves_the_settings_of_batch_norm_as_they_were() -> None:
+    norm = nn.BatchNorm1d(4).eval()
+    batches = [Batch.from_raw((torch.randn(50, size), torch.zeros(50))) for size in (4, 5)]
+    with pytest.raises(RuntimeError):
+        refresh_statistics(norm, iter(batches))
+    assert not norm.training
+    assert norm.momentum == 0.1
+
+
+def test_the_block_size_is_a_function_of_the_problem() -> None:
     def size(population: int, module: nn.Module, *shape: int) -> int:
         return block_size(
             population, Genome.from_module(module), module, Batch.from_raw((torch.zeros(shape), torch.zeros(1)))
@@ -280,8 +289,8 @@ def test_the_block_is_a_function_of_the_problem() -> None:
 
     small, large = nn.Linear(9, 9), nn.Linear(5000, 2000)
     assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [64, 10, 34, 34]  # in equal parts, of whole pairs
-    assert size(256, large, 4, 5000) == 2  # of its weights: 40 MB
-    assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 16  # of what it makes of a batch: 2 MB at a time
+    assert size(256, large, 4, 5000) == 2  # its weights are 40 MB
+    assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 16  # its output is 2 MB
 
 
 PEAK = """
@@ -303,7 +312,7 @@ print(peak_memory())
 
 
 def test_memory_does_not_grow_with_the_population() -> None:
-    """Per thread, that is. All perturbed weights of 4,096 members would be 3.9 GB."""
+    """All perturbed weights of 4,096 members would be 3.9 GB."""
     peaks = []
     for population in (256, 4096):
         code = PEAK.format(population=population)
@@ -312,24 +321,24 @@ def test_memory_does_not_grow_with_the_population() -> None:
     assert peaks[1] < 1.1 * peaks[0]
 
 
-def test_memory_is_used_again_when_nobody_holds_it() -> None:
+def test_memory_is_reused_when_no_tensor_refers_to_it() -> None:
     like = torch.zeros(())
-    first = empty((300, 300), like)
-    second = empty((300, 300), like)
+    first = allocate((300, 300), like)
+    second = allocate((300, 300), like)
     assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
     assert first.data_ptr() != second.data_ptr()
-    place, view = first.data_ptr(), first[10:20].t()
+    address, view = first.data_ptr(), first[10:20].t()
     del first
-    assert empty((300, 300), like).data_ptr() != place  # a view of it is still in use
+    assert allocate((300, 300), like).data_ptr() != address  # a view of it is still in use
     del view
-    assert empty((300, 300), like).data_ptr() == place
-    for size in range(300, 400):  # many sizes are not kept for ever
-        empty((300, size), like)
-    assert len(arrays.of_size) <= 64
+    assert allocate((300, 300), like).data_ptr() == address
+    for size in range(300, 400):  # only some sizes are cached
+        allocate((300, size), like)
+    assert len(arrays.by_size) <= 64
 
 
 def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:
-    """Two blocks that wait for each other: by one thread they would wait for ever."""
+    """Two blocks wait for each other, which takes two threads."""
     meeting, before = threading.Barrier(2, timeout=5.0), torch.get_num_threads()
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""On a card generations are launched as a whole: with the bits of the code that was recorded, or not at all."""
+"""A GPU launches generations as a whole only where that has the bits of the code that was recorded."""
 
 import gc
 from pathlib import Path
@@ -21,12 +21,12 @@ from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath, exact_arithmetic
 from germline.strategies import Candidates, OpenAIES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no card here")
-CARD, P = torch.device("cuda"), 38
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+GPU, P = torch.device("cuda"), 38
 
 
-class Fickle(nn.Module):
-    """What it computes depends on how often its code has run."""
+class CountsItsCalls(nn.Module):
+    """Computes something else at every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,21 +58,21 @@ NETS: dict[str, Any] = {
 }
 
 
-def generations(module: nn.Module, rank: int | None, dtype: Any) -> list[Any]:
-    """Candidates and batches of a few generations, each with other weights, another sigma and other examples."""
+def make_generations(module: nn.Module, rank: int | None) -> list[tuple[Candidates, Batch]]:
+    """Return candidates and batches of a few generations that differ in weights, sigma and examples."""
     genome, rng = Genome.from_module(module), torch.Generator().manual_seed(0)
     field = Field(5, mirrored=True, matrices=low_rank_matrices(genome.shapes, rank))
-    theta, found = genome.read(module, CARD), []
+    theta, generations = genome.read(module, GPU), []
     for number in range(5):
         x, y = torch.randn(64, 6, generator=rng), torch.randint(0, 3, (64,), generator=rng)
-        found.append((Candidates(field, number, theta, 0.1 * (number + 1)), Batch.from_raw((x, y), CARD)))
+        generations.append((Candidates(field, number, theta, 0.1 * (number + 1)), Batch.from_raw((x, y), GPU)))
         theta = theta + 0.1
-    return found
+    return generations
 
 
-def evaluator_of(module: nn.Module, dtype: Any) -> Evaluator:
+def make_evaluator(module: nn.Module, dtype: Any) -> Evaluator:
     return Evaluator.build(
-        module, Genome.from_module(module), Objective(F.cross_entropy), CARD, Plan(16, "population", dtype=dtype)
+        module, Genome.from_module(module), Objective(F.cross_entropy), GPU, Plan(16, "population", dtype=dtype)
     )
 
 
@@ -82,18 +82,18 @@ def evaluator_of(module: nn.Module, dtype: Any) -> Evaluator:
 def test_launched_generations_have_the_bits_of_the_code(name: str, rank: int | None, dtype: str) -> None:
     torch.manual_seed(0)
     module = NETS[name]()
-    evaluator = evaluator_of(module, dtype)
-    for candidates, batch in generations(module, rank, dtype):
+    evaluator = make_evaluator(module, dtype)
+    for candidates, batch in make_generations(module, rank):
         scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
-        with exact_arithmetic(CARD):
-            expected = evaluator_of(module, dtype).scores(candidates, P, batch).cpu().numpy()[:P]
+        with exact_arithmetic(GPU):
+            expected = make_evaluator(module, dtype).scores(candidates, P, batch).cpu().numpy()[:P]
         assert scores.tobytes() == expected.tobytes()
     (recording,) = evaluator.recordings.values()
     assert recording.trusted
 
 
 def test_older_recordings_may_be_garbage() -> None:
-    """An evaluator and its recordings hold each other: they are collected at any time, also while another records."""
+    """An evaluator and its recordings refer to each other: both may be collected while another one records."""
     usual = gc.get_threshold()
     test_launched_generations_have_the_bits_of_the_code("mlp", 1, "float32")
     gc.set_threshold(1, 1, 1)
@@ -103,11 +103,11 @@ def test_older_recordings_may_be_garbage() -> None:
         gc.set_threshold(*usual)
 
 
-def test_code_that_changes_is_run_each_time() -> None:
-    module = Fickle()
-    evaluator = evaluator_of(module, "float32")
-    given = generations(module, None, "float32")
-    scores = [Local("cuda").evaluate(evaluator, candidates, P, batch) for candidates, batch in given]
+def test_code_that_changes_at_every_call_is_run_each_time() -> None:
+    module = CountsItsCalls()
+    evaluator = make_evaluator(module, "float32")
+    generations = make_generations(module, None)
+    scores = [Local("cuda").evaluate(evaluator, candidates, P, batch) for candidates, batch in generations]
     (recording,) = evaluator.recordings.values()
     assert not recording.trusted
     assert all(np.isfinite(part).all() for part in scores)
@@ -123,7 +123,7 @@ def test_recorded_sums_are_those_of_the_cpu(rank: int | None) -> None:
         weights = rng.integers(-60, 60, P)
         weights[:number] = 0
         sums = [
-            field.members(np.arange(P), number, place).weighted_sum(weights, (3, size)).cpu() for place in ("cpu", CARD)
+            field.members(np.arange(P), number, place).weighted_sum(weights, (3, size)).cpu() for place in ("cpu", GPU)
         ]
         assert torch.equal(*sums)
     assert 1 <= len(recordings) <= 2
@@ -131,15 +131,15 @@ def test_recorded_sums_are_those_of_the_cpu(rank: int | None) -> None:
 
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("name", NETS)
-def test_a_card_without_kernels(name: str, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels(name: str, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     module = NETS[name]()
-    (candidates, batch), *_ = generations(module, rank, "float32")
-    expected = Local("cuda").evaluate(evaluator_of(module, "float32"), candidates, P, batch)
+    (candidates, batch), *_ = make_generations(module, rank)
+    expected = Local("cuda").evaluate(make_evaluator(module, "float32"), candidates, P, batch)
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     kernels.kernel_device.cache_clear()
     try:
-        evaluator = evaluator_of(module, "float32")
+        evaluator = make_evaluator(module, "float32")
         scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
         assert not evaluator.recordings
         strategy = OpenAIES(population=P, rank=rank)
@@ -152,29 +152,29 @@ def test_a_card_without_kernels(name: str, rank: int | None, monkeypatch: pytest
     assert np.allclose(scores, expected, rtol=1e-4)
 
 
-def test_what_is_begun_ahead_is_forgotten_if_a_callback_changes_something(tmp_path: Path) -> None:
+def test_scores_computed_ahead_are_dropped_if_a_callback_changes_something(tmp_path: Path) -> None:
     x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
-    found = []
+    hashes = []
     for ahead in (True, False):
-        hold = {"sigma": 0.2}
+        setting = {"sigma": 0.2}
 
         def change(training: Any, row: Any) -> None:
-            hold["sigma"] *= 0.8  # noqa: B023
+            setting["sigma"] *= 0.8  # noqa: B023
             if not ahead:  # noqa: B023
                 training.core.under_way = None
 
         torch.manual_seed(0)
-        strategy = OpenAIES(population=P, sigma=lambda g: hold["sigma"])  # noqa: B023
+        strategy = OpenAIES(population=P, sigma=lambda g: setting["sigma"])  # noqa: B023
         settings: dict[str, Any] = {"loss": F.cross_entropy, "strategy": strategy, "generations": 8}
         result = gl.train(
             NETS["mlp"](), (x, y), callbacks=[change], fleet=Local("cuda"), run=tmp_path / str(ahead), **settings
         )
-        found.append(result.summary["theta_sha256"])
-    assert found[0] == found[1]
+        hashes.append(result.summary["theta_sha256"])
+    assert hashes[0] == hashes[1]
 
 
-class Changes(nn.Module):
-    """Python decides what it computes."""
+class DependsOnPython(nn.Module):
+    """Computes something else if a Python variable changes."""
 
     factor = 1.0
 
@@ -183,20 +183,21 @@ class Changes(nn.Module):
         self.layer = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return self.layer(x) * Changes.factor
+        return self.layer(x) * DependsOnPython.factor
 
 
-def test_code_that_becomes_another_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_changes_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "TRUSTED_FOR", 3)
-    module = Changes()
-    evaluator, given = evaluator_of(module, "float32"), generations(module, None, "float32")
+    module = DependsOnPython()
+    evaluator, generations = make_evaluator(module, "float32"), make_generations(module, None)
     scores = []
     for i in range(10):
-        monkeypatch.setattr(Changes, "factor", 1.0 if i < 3 else 2.0)
-        candidates, batch = given[i % 5]
+        monkeypatch.setattr(DependsOnPython, "factor", 1.0 if i < 3 else 2.0)
+        candidates, batch = generations[i % 5]
         scores.append(Local("cuda").evaluate(evaluator, candidates, P, batch))
-    with exact_arithmetic(CARD):
-        expected = evaluator_of(module, "float32").scores(given[4][0], P, given[4][1]).cpu().numpy()[:P]
+    candidates, batch = generations[4]
+    with exact_arithmetic(GPU):
+        expected = make_evaluator(module, "float32").scores(candidates, P, batch).cpu().numpy()[:P]
     assert scores[9].tobytes() == expected.tobytes()
     (recording,) = evaluator.recordings.values()
     assert recording.recorded.failed

@@ -1,15 +1,13 @@
 """Scores a population of an unchanged module, a block of members at a time.
 
-A score has the same bits whoever computes it, on machines of one kind, because a block is always computed in the same
-way: members are dealt to blocks by their number, the last block is padded, each block is evaluated by one thread, on
-copies that begin at aligned addresses, by a plan that is settled once for the run and stands in its header.
+A score has the same bits on all machines of one kind, because a block is always computed in the same way: members
+belong to blocks by their number, the last block is padded, each block is evaluated by one thread, on copies that begin
+at aligned addresses, by a plan that is chosen once for the run and stands in its header.
 """
 
+from germline.population.block import Generation
 from germline.population.check import (
     SURVIVAL,
-    DType,
-    PlanChoice,
-    SlowPath,
     choose_dtype,
     choose_plan,
     first_sentence,
@@ -17,16 +15,9 @@ from germline.population.check import (
     rank_correlation,
     score_first_members,
 )
-from germline.population.evaluator import (
-    ALL_BLOCKS,
-    METHODS,
-    Evaluator,
-    Plan,
-    exact_arithmetic,
-    make_evaluation_copy,
-    refresh_statistics,
-)
-from germline.population.size import block_size
+from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy, refresh_statistics
+from germline.population.isolation import exact_arithmetic, keep_memory, single_threaded_torch
+from germline.population.plan import METHODS, DType, Plan, PlanChoice, SlowPath, block_size, even_block
 
 __all__ = [
     "ALL_BLOCKS",
@@ -34,17 +25,21 @@ __all__ = [
     "SURVIVAL",
     "DType",
     "Evaluator",
+    "Generation",
     "Plan",
     "PlanChoice",
     "SlowPath",
     "block_size",
     "choose_dtype",
     "choose_plan",
+    "even_block",
     "exact_arithmetic",
     "first_sentence",
+    "keep_memory",
     "make_evaluation_copy",
     "matches_plain_copy",
     "rank_correlation",
     "refresh_statistics",
     "score_first_members",
+    "single_threaded_torch",
 ]

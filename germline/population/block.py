@@ -1,7 +1,8 @@
-"""The block of members at hand: their weights, made when a layer first reads them."""
+"""A block of members: their weights, generated when a layer first reads them."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,42 +14,44 @@ from germline.genome import Genome, Slot
 from germline.kernels import kernel_device
 from germline.noise import Field, Matrix, Noise, Stream, cached_tensor, scale_sigma
 from germline.objective import Batch, iterate_tensors
-from germline.population.buffers import empty
+from germline.population.buffers import allocate
 from germline.strategies.base import Candidates
 
-Call = Callable[[list[torch.Tensor], list[bool]], list[torch.Tensor]]
+# A function of tensors with the members first, and of which of them have members at all.
+BlockFunction = Callable[[list[torch.Tensor], list[bool]], list[torch.Tensor]]
 
 
 @dataclass
 class Generation:
-    """What all blocks of a generation share: its candidates, its batch, and what is the same for every member."""
+    """Everything that the blocks of a generation share: candidates, batch, and products that are equal for all."""
 
     candidates: Candidates
     batch: Batch | None
     genome: Genome
     dtype: torch.dtype | None  # of the arithmetic; None where each parameter has its own
     centers: dict[int, torch.Tensor] = field(default_factory=dict)
-    read: set[int] = field(default_factory=set)  # the parameters that some layer has read
+    read_slots: set[int] = field(default_factory=set)  # the parameters that some layer has read
     products: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def type_of(self, slot: Slot) -> torch.dtype:
+    def get_dtype(self, slot: Slot) -> torch.dtype:
+        """Return the type in which a parameter is used."""
         return self.dtype or slot.dtype
 
     def center(self, index: int) -> torch.Tensor:
-        """A parameter of the center, in memory of its own, so that it begins at an aligned address."""
+        """Return a parameter of the center, as a copy that begins at an aligned address."""
         if index not in self.centers:
             slot = self.genome.slots[index]
-            part = self.candidates.center[slot.start : slot.stop].clone()
-            self.centers[index] = part.view(slot.shape).to(self.type_of(slot))
+            copied = self.candidates.center[slot.start : slot.stop].clone()
+            self.centers[index] = copied.view(slot.shape).to(self.get_dtype(slot))
         return self.centers[index]
 
-    def once(self, layer: object, x: torch.Tensor, product: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The product of a layer with an input that is part of the batch itself: made by the first block that asks.
+    def share_product(self, layer: object, x: torch.Tensor, product: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a layer's product with x; where x is part of the batch, all blocks use the first block's product.
 
-        Two threads that ask at the same time both make it, with the same bits.
+        Two threads that ask at the same time both compute it, with the same bits.
         """
         memory = x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
-        given = (
+        is_of_batch = (
             memory
             and self.batch is not None
             and any(
@@ -56,11 +59,11 @@ class Generation:
                 for tensor in iterate_tensors([self.batch.args, self.batch.kwargs])
             )
         )
-        if not given:
+        if not is_of_batch:
             return product()
         key = (layer, x.data_ptr(), tuple(x.shape), x.stride(), x._version)
         if key not in self.products:
-            self.products[key] = (product(), x)  # x is kept: its memory must not become another tensor's
+            self.products[key] = (product(), x)  # with x, whose memory must not become another tensor's
         return self.products[key][0]
 
 
@@ -70,141 +73,155 @@ class Block:
 
     generation: Generation
     members: NDArray[np.int64]
-    number: torch.Tensor | None = None  # of a member in the block, as vmap sees it; None while there is no vmap
-    member: int | None = None  # the one at hand while a layer goes through the members one by one
-    calls: list[Call] = field(default_factory=list)  # those that vmap is making now
-    drawn: int = 0  # elements of the dropout stream that have been used
-    made: dict[int, torch.Tensor] = field(default_factory=dict)  # weights of all members
-    seen: dict[int, torch.Tensor] = field(default_factory=dict)  # the same, as vmap shows them
+    vmap_index: torch.Tensor | None = None  # a member's position in the block, as vmap shows it; None outside of vmap
+    single_member: int | None = None  # the position of the member that is evaluated alone, if one is
+    functions: list[BlockFunction] = field(default_factory=list)  # those that vmap is calling now
+    dropout_offset: int = 0  # elements of the dropout stream that have been used
+    weights_by_slot: dict[int, torch.Tensor] = field(default_factory=dict)
+    vmap_weights: dict[int, torch.Tensor] = field(default_factory=dict)  # the same tensors, as vmap shows them
 
     def __post_init__(self) -> None:
         candidates = self.generation.candidates
         self.noise: Noise = candidates.field.members(self.members, candidates.generation, candidates.center.device)
         # members that differ in nothing but the sign of their noise share its address
-        self.addresses, self.where = np.unique(self.noise.addresses, return_inverse=True)
-        self.unsigned = Field(candidates.field.seed, candidates.field.kind)
+        self.addresses, self.member_address = np.unique(self.noise.addresses, return_inverse=True)
+        self.unsigned_field = Field(candidates.field.seed, candidates.field.kind)
 
     @property
     def size(self) -> int:
+        """Return the number of members."""
         return int(self.members.size)
 
     def slot(self, index: int) -> Slot:
+        """Return a parameter's place in the genome."""
         return self.generation.genome.slots[index]
 
     def weights(self, index: int) -> torch.Tensor:
-        """A parameter of all members: (members, *shape)."""
-        if index not in self.made:
-            slot = self.slot(index)
-            candidates = self.generation.candidates
-            kind, shape = self.generation.type_of(slot), (self.size, slot.stop - slot.start)
-            if kernel_device(candidates.center.device).type == "cuda":  # kernels there round to the type that is wanted
-                memory = candidates.center.new_empty(shape, dtype=kind)
+        """Return a parameter of all members: (members, *shape)."""
+        if index not in self.weights_by_slot:
+            slot, candidates = self.slot(index), self.generation.candidates
+            dtype, shape = self.generation.get_dtype(slot), (self.size, slot.stop - slot.start)
+            if kernel_device(candidates.center.device).type == "cuda":  # kernels there round to the type themselves
+                out = candidates.center.new_empty(shape, dtype=dtype)
             else:
-                memory = empty(shape, candidates.center)
-            made = candidates.weights(self.members, slot.start, slot.stop, memory)
-            self.made[index] = made.view(self.size, *slot.shape).to(kind)
-            self.generation.read.add(index)
-        return self.made[index]
+                out = allocate(shape, candidates.center)
+            weights = candidates.weights(self.members, slot.start, slot.stop, out)
+            self.weights_by_slot[index] = weights.view(self.size, *slot.shape).to(dtype)
+            self.generation.read_slots.add(index)
+        return self.weights_by_slot[index]
 
     def parameter(self, index: int) -> torch.Tensor:
-        """A parameter as the code of a module sees it: that of one member, of the usual shape."""
-        if self.member is not None:
-            return self.weights(index)[self.member]
-        if index not in self.seen:
-            (self.seen[index],) = self.through([], lambda inputs, batched: [self.weights(index)])
-        return self.seen[index]
+        """Return a parameter as the code of a module sees it: that of one member, of the usual shape."""
+        if self.single_member is not None:
+            return self.weights(index)[self.single_member]
+        if index not in self.vmap_weights:
+            (self.vmap_weights[index],) = self.call_once([], lambda inputs, batched: [self.weights(index)])
+        return self.vmap_weights[index]
 
-    def through(self, inputs: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
-        """A call that vmap makes once for the whole block: inputs and outputs have the members first."""
-        assert self.number is not None
-        self.calls.append(call)
+    def call_once(self, inputs: Sequence[torch.Tensor], function: BlockFunction) -> list[torch.Tensor]:
+        """Have vmap call a function once for the whole block: its inputs and outputs have the members first."""
+        assert self.vmap_index is not None
+        self.functions.append(function)
         try:
-            outputs: list[torch.Tensor] = layer(list(inputs), self.number, len(self.calls) - 1)
+            outputs: list[torch.Tensor] = layer(list(inputs), self.vmap_index, len(self.functions) - 1)
         finally:
-            self.calls.pop()  # it knows this block: a circle, which would live on until it is searched for
+            self.functions.pop()  # it refers to this block: a cycle, which would live until garbage is collected
         return outputs
 
-    # The noise beside the center, for layers that are linear in their weights
+    # The noise apart from the center, for layers that are linear in their weights
 
-    def matrix(self, index: int) -> Matrix | None:
-        if not self.generation.candidates.shared:
+    def matrix(self, index: int | None) -> Matrix | None:
+        """Return the low-rank matrix of a parameter's noise, or None where it is dense, or there is no parameter."""
+        if index is None or not self.generation.candidates.shared:
             return None
         slot = self.slot(index)
         return next((m for m in self.generation.candidates.field.matrices if m.start == slot.start), None)
 
     def scales(self, index: int) -> torch.Tensor:
-        """What the noise of an address is multiplied by, for each member, in the type of the center."""
-        self.generation.read.add(index)
+        """Return the factor of each member's noise, sigma with its sign, in the type of the center: (members,)."""
+        self.generation.read_slots.add(index)
         candidates = self.generation.candidates
         signs = cached_tensor(self.noise.signs, candidates.center.device).to(candidates.center.dtype)
         if isinstance(candidates.sigma, torch.Tensor):
             return signs
         return signs * scale_sigma(candidates.sigma, candidates.field.unit(self.matrix(index)), candidates.center)
 
-    def factors(self, matrix: Matrix, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of each address: (addresses, rows, rank) and (addresses, columns, rank)."""
-        a, b = self.bare(slice(None)).factors(matrix)
+    def factors(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B of each address: (addresses, rows, rank) and (addresses, columns, rank)."""
+        matrix = self.matrix(index)
+        assert matrix is not None
+        a, b = self.unsigned_noise(slice(None)).factors(matrix)
         return a.to(dtype), b.to(dtype)
 
-    def noise_at(self, index: int, address: int, dtype: torch.dtype) -> torch.Tensor:
-        """The dense noise of one address in a parameter's shape: its integers, or in full where sigma is a vector."""
-        slot, one = self.slot(index), self.bare(slice(address, address + 1))
+    def dense_noise(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the integers of the dense noise of all addresses: (addresses, *shape)."""
+        slot = self.slot(index)
+        return self.unsigned_noise(slice(None)).integers((slot.start, slot.stop), dtype=dtype).view(-1, *slot.shape)
+
+    def dense_noise_at(self, index: int, address: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dense noise of one address in a parameter's shape; times sigma where sigma is a vector."""
+        slot, noise = self.slot(index), self.unsigned_noise(slice(address, address + 1))
         sigma = self.generation.candidates.sigma
         if isinstance(sigma, torch.Tensor):
-            part = sigma[slot.start : slot.stop]
-            noise = one.perturb(torch.zeros_like(part), part, start=slot.start)
+            sigma = sigma[slot.start : slot.stop]
+            values = noise.perturb(torch.zeros_like(sigma), sigma, start=slot.start)
         else:
-            made = dtype if dtype in (torch.float32, torch.float64) else torch.int8
-            noise = one.integers((slot.start, slot.stop), dtype=made)
-        return noise.view(slot.shape).to(dtype)
+            integer_dtype = dtype if dtype in (torch.float32, torch.float64) else torch.int8
+            values = noise.integers((slot.start, slot.stop), dtype=integer_dtype)
+        return values.view(slot.shape).to(dtype)
 
-    def noises(self, index: int, dtype: torch.dtype) -> torch.Tensor:
-        """The integers of the dense noise of all addresses, in a parameter's shape: (addresses, *shape)."""
-        slot = self.slot(index)
-        return self.bare(slice(None)).integers((slot.start, slot.stop), dtype=dtype).view(-1, *slot.shape)
-
-    def bare(self, addresses: slice) -> Noise:
-        """The noise of some addresses, without signs."""
+    def unsigned_noise(self, addresses: slice) -> Noise:
+        """Return the noise of some addresses, without signs."""
         candidates = self.generation.candidates
-        return self.unsigned.members(self.addresses[addresses], candidates.generation, candidates.center.device)
+        return self.unsigned_field.members(self.addresses[addresses], candidates.generation, candidates.center.device)
 
-    def keep(self, shape: tuple[int, ...], probability: float) -> torch.Tensor:
-        """Which elements dropout keeps, a function of the members' addresses: (members, *shape)."""
+    def draw_dropout_mask(self, shape: tuple[int, ...], probability: float) -> torch.Tensor:
+        """Return which elements dropout keeps, a function of the members' addresses: (members, *shape)."""
         count = int(np.prod(shape))
-        span = (self.drawn, self.drawn + count)
-        self.drawn += count
+        span = (self.dropout_offset, self.dropout_offset + count)
+        self.dropout_offset += count
         drop = min(65536, round(probability * 65536))
         return (self.noise.halves(span, Stream.DROPOUT) >= drop).view(self.size, *shape)
 
 
-class Here(threading.local):
+class CurrentBlock(threading.local):
     """The block that this thread is evaluating."""
 
     block: Block | None = None
 
+    def get(self) -> Block:
+        """Return the block, or raise AttributeError: modules read their parameters as attributes."""
+        if self.block is None:
+            raise AttributeError("A population module has no weights while no population is being evaluated.")
+        return self.block
 
-here = Here()
+    @contextmanager
+    def set(self, block: Block) -> Iterator[Block]:
+        """Make a block the current one of this thread."""
+        self.block = block
+        try:
+            yield block
+        finally:
+            self.block = None
 
 
-def current() -> Block:
-    if here.block is None:
-        raise AttributeError("A module made for a population has no weights while no population is being evaluated.")
-    return here.block
+current_block = CurrentBlock()
 
 
 @torch.library.custom_op("germline::layer", mutates_args=())
-def layer(inputs: list[torch.Tensor], number: torch.Tensor, call: int) -> list[torch.Tensor]:
-    """A layer of a whole block; vmap calls the rule below instead."""
-    raise RuntimeError("A layer of a population was called outside of vmap.")
+def layer(inputs: list[torch.Tensor], vmap_index: torch.Tensor, function: int) -> list[torch.Tensor]:
+    """Fail: vmap calls ``call_block_function`` instead, and nothing else may call a layer of a block."""
+    raise RuntimeError("A layer of a population module was called outside of vmap.")
 
 
-def layer_of_a_block(
-    info: Any, in_dims: Any, inputs: list[torch.Tensor], number: torch.Tensor, call: int
+def call_block_function(
+    info: Any, in_dims: Any, inputs: list[torch.Tensor], vmap_index: torch.Tensor, function: int
 ) -> tuple[list[torch.Tensor], list[int]]:
+    """Call a function of the current block with the members first: the rule of ``germline::layer`` under vmap."""
     batched = [dim is not None for dim in in_dims[0]]
-    first = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims[0], strict=True)]
-    outputs = current().calls[call](first, batched)
+    members_first = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims[0], strict=True)]
+    outputs = current_block.get().functions[function](members_first, batched)
     return outputs, [0] * len(outputs)
 
 
-torch.library.register_vmap(layer, layer_of_a_block)
+torch.library.register_vmap(layer, call_block_function)

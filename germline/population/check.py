@@ -1,15 +1,15 @@
-"""The check of the fast paths: whatever a module's code does, its members are scored right, or by a slower path.
+"""Chooses the plan of a run: the fastest that gives what plain copies of the module give, whatever its code does.
 
 Before a run two blocks are evaluated, at a sigma at which the noise of any parameter shows, and their first and last
-members compared with plain copies of the module. Parameters that the code never asked the block for are tried one by
-one. During the run sampled members are compared again.
+members compared with plain copies of the module. Parameters that no layer has read from the block are tried one by one.
+During the run sampled members are compared again (``matches_plain_copy``).
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,225 +20,225 @@ from germline.errors import BadInput
 from germline.objective import Batch, seeded_generators
 from germline.optim.shaping import goodness
 from germline.population.block import Generation
-from germline.population.evaluator import METHODS, Evaluator, Plan, row_of, unchanged
+from germline.population.evaluator import Evaluator, refuse_changes, select_member
+from germline.population.plan import METHODS, DType, Plan, PlanChoice
 from germline.strategies.base import Candidates
 
-DType = Literal["auto", "float32", "bfloat16"]
 Make = Callable[[Plan], Evaluator]
 
-TOLERANCE = 1e-3  # of an output's size: far above the rounding of float32, far below what missing noise does
-ROUNDINGS = 4  # of a module of 16 bits, for which that is not far above
-ODD = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
-SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must keep
-FICKLE = "the score keeps state between calls, or draws random numbers"
-WORTH_IT = 10_000_000  # operations of a member's products: with fewer, converting costs what multiplying saves
-
-
-class SlowPath(UserWarning):
-    """A model is evaluated by a slower path than it might be."""
-
-
-@dataclass(frozen=True)
-class PlanChoice:
-    """How members are evaluated, and why not faster."""
-
-    plan: Plan
-    reason: str | None = None
-    seconds: float = 0.0  # of a member
-
-    def sentence(self) -> str:
-        how = METHODS[self.plan.method] + (", in float32" if "bfloat16" in (self.reason or "") else "")
-        if self.plan.block > 1 and not self.plan.vectorized:
-            how += ", and scored one by one"
-        price = f" (about {1e3 * self.seconds:.2g} ms each)" if self.seconds else ""
-        return f"Members are evaluated {how}{price}, because {self.reason}."
+TOLERANCE = 1e-3  # of an output's size: far above the rounding of float32, far below the effect of missing noise
+ROUNDINGS = 4  # of a module of 16 bits, where that is not far above
+OUTLIERS = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
+SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must preserve
+UNSTABLE_SCORE = "the score keeps state between calls, or draws random numbers"
+MIN_FLOPS = 10_000_000  # of a member: with fewer, converting to bfloat16 costs as much as multiplying saves
 
 
 @torch.no_grad()
 def choose_plan(
     make: Make, block: int, candidates: Candidates, batch: Batch | None, *, dropout: bool = False
 ) -> PlanChoice:
-    """The fastest way that gives what plain copies of the module give, in float32."""
+    """Return the fastest plan in float32 that gives what plain copies of the module give.
+
+    Args:
+        make: makes an evaluator for a plan.
+        block: members that are evaluated together, if they can be.
+        candidates: the members of a generation; their sigma does not matter.
+        batch: the batch to compare on; None for an objective of the whole model.
+        dropout: whether dropout is switched on.
+
+    Raises:
+        BadInput: the module cannot be evaluated by any plan.
+    """
     slowest = Plan(1, "isolated", vectorized=False, dropout=dropout)
     plain = make(slowest)
     if batch is None or plain.objective.of_model:
         return PlanChoice(replace(slowest, method="loop"))
-    blocks = np.arange(2 * block).reshape(2, block)
-    sampled = [int(members[i]) for members in blocks for i in (0, -1)]
-    candidates, expected = loud(plain, candidates, batch, sampled)
+    trial = Trial.prepare(make, plain, block, candidates, batch)
     reason = None
     for method in METHODS:
         one_by_one = method in ("loop", "isolated")
         plan = Plan(1 if one_by_one else block, method, not one_by_one, dropout=dropout)
-        # whoever draws from the global generators must be found out, and the user's own left as they were
+        # code that draws from the global generators must be noticed, and the user's generators stay as they were
         with seeded_generators(1):
-            found, why = trial(make, plan, plain, candidates, batch.copy(), blocks, sampled, expected)
-        if found is not None:
-            return PlanChoice(found.plan, reason or why, found.seconds)
-        reason = why  # of two, the one that rules out the next best
+            choice, problem = trial.try_plan(plan)
+        if choice is not None:
+            return replace(choice, reason=reason or problem)
+        reason = problem  # of several, the one that rules out the next best plan
     raise BadInput(f"The model cannot be evaluated: {reason}.")
 
 
-def trial(
-    make: Make,
-    plan: Plan,
-    plain: Evaluator,
-    candidates: Candidates,
-    batch: Batch,
-    blocks: NDArray[np.int64],
-    sampled: list[int],
-    expected: list[Any],
-) -> tuple[PlanChoice | None, str | None]:
-    """The plan if it gives what is expected, else nothing; and what is wrong."""
-    one_by_one = plan.one_by_one
-    # twice the same: what is kept between calls shows
-    groups = [np.array([member]) for member in [*sampled, sampled[0]]] if one_by_one else [blocks[1], *blocks]
-    try:
-        evaluator = make(plan)
-        generation = evaluator.generation(candidates, batch)
-        rows = []
-        with unchanged(generation.batch):
-            for group in groups:
-                began = time.perf_counter()
-                if one_by_one:
-                    rows.append(evaluator.one_by_one(generation, int(group[0]), scored=False))
-                else:
-                    found = evaluator.outputs(generation, group)
-                    rows += [row_of(found, 0), row_of(found, -1)]
-                seconds = (time.perf_counter() - began) / group.size
-    except Exception as error:  # whatever the code of a module does that cannot be done for a block
-        return None, f"{type(error).__name__}: {first_sentence(error)}"
-    room = tolerance(plain)
-    wanted = [*expected, expected[0]] if one_by_one else [*expected[2:], *expected]
-    # what is done alone is right by construction
-    if plan.method != "isolated" and not all(same(*pair, room) for pair in zip(rows, wanted, strict=True)):
+@dataclass(frozen=True)
+class Trial:
+    """Members of two blocks, and their outputs by plain copies of the module, which plans are compared with."""
+
+    make: Make
+    plain: Evaluator
+    candidates: Candidates  # with noise as large as the weights
+    batch: Batch
+    blocks: NDArray[np.int64]  # (2, members)
+    sampled: list[int]  # the first and the last member of each block
+    expected: list[Any]  # the outputs of the sampled members
+
+    @classmethod
+    def prepare(cls, make: Make, plain: Evaluator, block: int, candidates: Candidates, batch: Batch) -> "Trial":
+        """Compute the expected outputs, with as much noise as they bear."""
+        blocks = np.arange(2 * block).reshape(2, block)
+        sampled = [int(members[i]) for members in blocks for i in (0, -1)]
+
+        def compute_outputs(sigma: float) -> list[Any]:
+            generation = plain.generation(replace(candidates, sigma=sigma), batch)
+            return [plain.member_output(generation, member) for member in sampled]
+
+        sigma = max(0.1, float(candidates.center.double().square().mean().sqrt()))
+        of_center = compute_outputs(0.0)  # which may have infinities, for instance in a mask
+        while has_overflow(expected := compute_outputs(sigma), of_center) and sigma >= 1e-4:
+            sigma /= 10
+        return cls(make, plain, replace(candidates, sigma=sigma), batch, blocks, sampled, expected)
+
+    def try_plan(self, plan: Plan) -> tuple[PlanChoice | None, str | None]:
+        """Return the plan if it gives what is expected, perhaps with a slower score, else None; and the problem."""
+        batch, one_by_one = self.batch.copy(), plan.one_by_one
+        # one member or block is evaluated twice, so that state between calls shows
         if one_by_one:
-            return None, "it keeps state between calls, or draws random numbers"
-        return None, "its outputs are then not those of the model by itself"
-    if evaluator.plan.method == "population":
-        name = missed(plain, candidates, batch, generation.read, sampled[0], expected[0])
-        if name is not None:
-            return None, f"{name} is used, but not read as an attribute of its own module"
-    try:
-        if one_by_one:
+            groups = [np.array([member]) for member in [*self.sampled, self.sampled[0]]]
+            expected = [*self.expected, self.expected[0]]
+        else:
+            groups, expected = [self.blocks[1], *self.blocks], [*self.expected[2:], *self.expected]
+        try:
+            evaluator = self.make(plan)
+            generation = evaluator.generation(self.candidates, batch)
+            outputs: list[Any] = []
+            with refuse_changes(generation.batch):
+                for group in groups:
+                    began = time.perf_counter()
+                    if one_by_one:
+                        outputs.append(evaluator.member_output(generation, int(group[0])))
+                    else:
+                        of_block = evaluator.outputs(generation, group)
+                        outputs += [select_member(of_block, 0), select_member(of_block, -1)]
+                    seconds = (time.perf_counter() - began) / group.size
+        except Exception as error:  # whatever the code of a module does that cannot be done for a block
+            return None, f"{type(error).__name__}: {first_sentence(error)}"
+        tolerance, is_isolated = choose_tolerance(self.plain), plan.method == "isolated"  # which is right by design
+        if not is_isolated and not all(outputs_match(*pair, tolerance) for pair in zip(outputs, expected, strict=True)):
+            if one_by_one:
+                return None, "it keeps state between calls, or draws random numbers"
+            return None, "its outputs then differ from those of plain copies of the model"
+        if plan.method == "population":
+            name = self.find_bypassed_parameter(batch, generation.read_slots)
+            if name is not None:
+                return None, f"{name} is used, but not read as an attribute of the module that owns it"
+        choice = PlanChoice(evaluator.plan, seconds=seconds)
+        try:
+            if not one_by_one:
+                return self.try_score(evaluator, generation, choice)
             scores = [evaluator.score_block(generation, groups[0]).tobytes() for _ in range(2)]
-            if plan.method != "isolated" and scores[0] != scores[1]:
-                return None, FICKLE
-            return PlanChoice(evaluator.plan, seconds=seconds), None
-        return scored(evaluator, generation, blocks[0], seconds)
-    except Exception as error:
-        return None, f"of the score: {type(error).__name__}: {first_sentence(error)}"
+        except Exception as error:
+            return None, f"of the score: {type(error).__name__}: {first_sentence(error)}"
+        return (choice, None) if is_isolated or scores[0] == scores[1] else (None, UNSTABLE_SCORE)
+
+    def try_score(
+        self, evaluator: Evaluator, generation: Generation, choice: PlanChoice
+    ) -> tuple[PlanChoice | None, str | None]:
+        """Return the plan with a score for all members at once or, with the problem, for one after the other."""
+        one_by_one = replace(evaluator, plan=replace(evaluator.plan, vectorized=False))
+        expected = one_by_one.score_block(generation, self.blocks[0])
+        if expected.tobytes() != one_by_one.score_block(generation, self.blocks[0]).tobytes():
+            return None, UNSTABLE_SCORE
+        problem = "the scores of members depend on each other"
+        try:
+            scores = evaluator.score_block(generation, self.blocks[0])
+            if scores_match(scores, expected, self.batch.size, choose_tolerance(evaluator)):
+                return choice, None
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_sentence(error)}"
+        return replace(choice, plan=one_by_one.plan), f"the score cannot be computed for all at once ({problem})"
+
+    def find_bypassed_parameter(self, batch: Batch, read_slots: set[int]) -> str | None:
+        """Return the name of a parameter that plain copies of the module use, but no population module has read."""
+        for index, slot in enumerate(self.plain.genome.slots):
+            if index not in read_slots:
+                center = self.candidates.center.clone()
+                center[slot.start : slot.stop] += float(self.candidates.sigma)  # type: ignore[arg-type]  # see prepare
+                generation = self.plain.generation(replace(self.candidates, center=center), batch)
+                output = self.plain.member_output(generation, self.sampled[0])
+                if not outputs_match(output, self.expected[0], choose_tolerance(self.plain)):
+                    return slot.name
+        return None
 
 
-def scored(
-    evaluator: Evaluator, generation: Generation, members: NDArray[np.int64], seconds: float
-) -> tuple[PlanChoice | None, str | None]:
-    """Whether the score, too, can be computed for all members at once."""
-    each = replace(evaluator, plan=replace(evaluator.plan, vectorized=False))
-    expected = each.score_block(generation, members)
-    if expected.tobytes() != each.score_block(generation, members).tobytes():
-        return None, FICKLE
-    why = "the score of one member cannot be told from another's"
-    try:
-        got = evaluator.score_block(generation, members)
-        assert generation.batch is not None
-        if close(got, expected, generation.batch.size, tolerance(evaluator)):
-            return PlanChoice(evaluator.plan, seconds=seconds), None
-    except Exception as error:
-        why = f"{type(error).__name__}: {first_sentence(error)}"
-    return PlanChoice(each.plan, seconds=seconds), f"the score cannot be computed for all at once ({why})"
-
-
-def loud(plain: Evaluator, candidates: Candidates, batch: Batch, sampled: list[int]) -> tuple[Candidates, list[Any]]:
-    """Candidates with noise as large as the weights, and what plain copies of the module make of the batch."""
-    sigma = max(0.1, float(candidates.center.double().square().mean().sqrt()))
-
-    def outputs(sigma: float) -> list[Any]:
-        generation = plain.generation(replace(candidates, sigma=sigma), batch)
-        return [plain.one_by_one(generation, member, scored=False) for member in sampled]
-
-    usual = outputs(0.0)  # of the center, which may have infinities of its own, for instance a mask
-    while True:
-        expected = outputs(sigma)
-        if sigma < 1e-4 or not overflown(expected, usual):
-            return replace(candidates, sigma=sigma), expected
-        sigma /= 10
-
-
-def overflown(outputs: list[Any], usual: list[Any]) -> bool:
-    """Whether there are infinities or NaN where there usually are none."""
-    pairs = zip(leaves(outputs), leaves(usual), strict=False)
+def has_overflow(outputs: list[Any], of_center: list[Any]) -> bool:
+    """Return whether outputs have infinities or NaN where those of the center have none."""
+    pairs = zip(iterate_leaves(outputs), iterate_leaves(of_center), strict=False)
     return any(a.shape == b.shape and bool((b.isfinite() & ~a.isfinite()).any()) for a, b in pairs)
-
-
-def missed(
-    plain: Evaluator, candidates: Candidates, batch: Batch, read: set[int], member: int, expected: Any
-) -> str | None:
-    """The name of a parameter that no twin has read and that plain copies of the module nevertheless use."""
-    for index, slot in enumerate(plain.genome.slots):
-        if index not in read:
-            center = candidates.center.clone()
-            center[slot.start : slot.stop] += float(candidates.sigma)  # type: ignore[arg-type]  # see ``loud``
-            generation = plain.generation(replace(candidates, center=center), batch)
-            if not same(plain.one_by_one(generation, member, scored=False), expected, tolerance(plain)):
-                return slot.name
-    return None
 
 
 @torch.no_grad()
 def choose_dtype(
-    make: Make, settled: PlanChoice, dtype: DType, candidates: Candidates, batch: Batch | None
+    make: Make, choice: PlanChoice, dtype: DType, candidates: Candidates, batch: Batch | None
 ) -> PlanChoice:
-    """The same in bfloat16 where it is asked for or, by auto, where it is worth it; if the ranks survive."""
-    if dtype == "float32" or batch is None or settled.plan.one_by_one:
+    """Return a choice in bfloat16 where the user wants it or, by ``auto``, where it is faster and ranks survive it.
+
+    Args:
+        make: makes an evaluator for a plan.
+        choice: what ``choose_plan`` has chosen.
+        dtype: the setting of the user.
+        candidates: the members of a generation, with the sigma of the run.
+        batch: the batch to compare ranks on; None for an objective of the whole model.
+
+    Raises:
+        BadInput: the user wants bfloat16, but the model cannot be evaluated in it.
+    """
+    plan = choice.plan
+    if dtype == "float32" or batch is None or plan.one_by_one:
         if dtype == "bfloat16":
-            how = METHODS[settled.plan.method]
+            how = METHODS[plan.method]
             raise BadInput(f"There is no bfloat16 for a model that is evaluated {how}: use float32.")
-        return settled
-    if dtype == "auto" and not (multiplies_in_16_bits(make(settled.plan).device) and work(make, batch) >= WORTH_IT):
-        return settled
-    narrow = replace(settled.plan, dtype="bfloat16")
-    count = 2 * settled.plan.block
+        return choice
+    if dtype == "auto" and not (has_fast_bfloat16(make(plan).device) and count_flops(make, batch) >= MIN_FLOPS):
+        return choice
+    in_bfloat16 = replace(plan, dtype="bfloat16")
     try:
         with seeded_generators(1):
-            scores = [score_first_members(make(plan), candidates, batch, count) for plan in (settled.plan, narrow)]
+            scores = [score_first_members(make(p), candidates, batch, 2 * plan.block) for p in (plan, in_bfloat16)]
     except Exception as error:
         if dtype == "auto":
-            return settled
+            return choice
         raise BadInput(f"The model cannot be evaluated in bfloat16: {first_sentence(error)}.") from error
     survives = rank_correlation(*scores) >= SURVIVAL
-    return replace(settled, plan=narrow) if survives or dtype == "bfloat16" else settled
+    return replace(choice, plan=in_bfloat16) if survives or dtype == "bfloat16" else choice
 
 
-def multiplies_in_16_bits(device: torch.device) -> bool:
-    """Whether products in bfloat16 are faster there."""
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies faster in bfloat16."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    found: Any = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    return device.type == "cpu" and bool(found())
+    is_supported: Any = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return device.type == "cpu" and bool(is_supported())
 
 
-def work(make: Make, batch: Batch) -> int:
-    """The floating-point operations of the products of one member."""
+def count_flops(make: Make, batch: Batch) -> int:
+    """Return the floating-point operations of the products of one member, or 0 where they cannot be counted."""
     plain, batch = make(Plan(1, "loop", vectorized=False)).module, batch.copy()
     try:
         with seeded_generators(0), FlopCounterMode(display=False) as counter:
             plain(*batch.args, **batch.kwargs)
-    except Exception:  # code that cannot be watched, a gradient within the forward for instance
+    except Exception:  # for instance code that computes a gradient within the forward
         return 0
     return int(counter.get_total_flops())
 
 
 @torch.no_grad()
 def score_first_members(evaluator: Evaluator, candidates: Candidates, batch: Batch, count: int) -> NDArray[np.float32]:
-    """The scores of the first few members."""
+    """Return the scores of the first ``count`` members."""
     generation = evaluator.generation(candidates, batch)
     blocks = evaluator.blocks(count)
     return np.concatenate([evaluator.score_block(generation, block) for block in blocks])[:count]
 
 
 def rank_correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """Of the ranks of two lists of scores."""
+    """Return the correlation of the ranks of two lists of scores."""
     ranks = np.stack([np.argsort(np.argsort(goodness(scores, True), kind="stable")) for scores in (a, b)])
     x, y = ranks - ranks.mean(1, keepdims=True)
     return float((x @ y) / max(float(np.sqrt((x @ x) * (y @ y))), 1e-30)) if len(a) > 1 else 1.0
@@ -248,74 +248,83 @@ def rank_correlation(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 def matches_plain_copy(
     plain: Evaluator, candidates: Candidates, batch: Batch, scores: NDArray[np.float32], member: int
 ) -> bool:
-    """Whether a member's score is that of a plain copy of the module, as far as its rank could tell."""
-    want = float(plain.one_by_one(plain.generation(candidates, batch), member))
-    got, finite = float(scores[member]), scores[np.isfinite(scores)]
-    if not (np.isfinite(want) and np.isfinite(got)):
-        return bool(np.isfinite(want) == np.isfinite(got))
-    room = 0.05 * float(finite.std()) + max(1e-4, coarsest(plain)) * abs(want)
-    return abs(got - want) <= room + count_of(np.array([want]), batch.size)
+    """Return whether a member's score is that of a plain copy of the module, as far as its rank could tell.
+
+    Args:
+        plain: an evaluator whose plan is ``isolated``.
+        candidates: the members of the generation.
+        batch: the batch of the generation.
+        scores: the scores of all members.
+        member: the member to be compared.
+    """
+    expected, score = float(plain.score_member(plain.generation(candidates, batch), member)), float(scores[member])
+    if not (np.isfinite(expected) and np.isfinite(score)):
+        return bool(np.isfinite(expected) == np.isfinite(score))
+    spread = float(scores[np.isfinite(scores)].std())
+    tolerance = 0.05 * spread + max(1e-4, coarsest_epsilon(plain)) * abs(expected)
+    return abs(score - expected) <= tolerance + count_tolerance(np.array([expected]), batch.size)
 
 
-def same(got: Any, want: Any, room: float = TOLERANCE) -> bool:
-    """Whether two outputs are equal but for rounding; outputs in which nothing can be compared are not."""
-    ours, theirs = list(leaves(got)), list(leaves(want))
-    return (
-        bool(theirs) and len(ours) == len(theirs) and all(near(a, b, room) for a, b in zip(ours, theirs, strict=True))
-    )
+def outputs_match(output: Any, expected: Any, tolerance: float = TOLERANCE) -> bool:
+    """Return whether two outputs are equal except for rounding; outputs with nothing to compare are not."""
+    a, b = list(iterate_leaves(output)), list(iterate_leaves(expected))
+    return bool(b) and len(a) == len(b) and all(tensors_match(*pair, tolerance) for pair in zip(a, b, strict=True))
 
 
-def leaves(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors and numbers of an output."""
+def iterate_leaves(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors and numbers of an output."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         output = [getattr(output, f.name) for f in dataclasses.fields(output)]
     if isinstance(output, torch.Tensor | int | float):
         yield torch.as_tensor(output)
     elif isinstance(output, Mapping | list | tuple):
         for item in output.values() if isinstance(output, Mapping) else output:
-            yield from leaves(item)
+            yield from iterate_leaves(item)
 
 
-def near(a: torch.Tensor, b: torch.Tensor, room: float) -> bool:
-    """Equal but for rounding, and for a few elements where rounding has fallen on the other side of a threshold.
+def tensors_match(tensor: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Return whether tensors are equal except for rounding, and for a few elements on the other side of a threshold.
 
-    Those are scattered: what is wrong in most places of a column or channel is wrong.
+    Those are scattered: a column or channel that is wrong in most places is wrong.
     """
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
         return False
-    if not a.is_floating_point():
-        odd = a != b
+    if not tensor.is_floating_point():
+        differs = tensor != expected
     else:
-        a, b = a.double(), b.double()
-        sizes = b[b.isfinite() & (b != 0)].abs()
+        tensor, expected = tensor.double(), expected.double()
+        sizes = expected[expected.isfinite() & (expected != 0)].abs()
         size = float(sizes.median()) if sizes.numel() else 1.0  # a mask of large numbers must not hide the others
-        odd = ~torch.isclose(a, b, rtol=room, atol=room * size, equal_nan=True)
-    if not odd.numel() or not bool(odd.any()):
+        differs = ~torch.isclose(tensor, expected, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+    if not differs.numel() or not bool(differs.any()):
         return True
-    columns = [odd.double().transpose(0, d).flatten(1).mean(1).max() for d in range(1, odd.dim())]
-    return float(odd.double().mean()) <= ODD and all(float(part) <= 0.5 for part in columns)
+    columns = [differs.double().transpose(0, d).flatten(1).mean(1).max() for d in range(1, differs.dim())]
+    return float(differs.double().mean()) <= OUTLIERS and all(float(part) <= 0.5 for part in columns)
 
 
-def tolerance(evaluator: Evaluator) -> float:
-    return max(TOLERANCE, ROUNDINGS * coarsest(evaluator))
+def choose_tolerance(evaluator: Evaluator) -> float:
+    """Return by how much outputs of a module may differ, relative to their size."""
+    return max(TOLERANCE, ROUNDINGS * coarsest_epsilon(evaluator))
 
 
-def coarsest(evaluator: Evaluator) -> float:
-    """The relative rounding of the narrowest type of a module's parameters."""
+def coarsest_epsilon(evaluator: Evaluator) -> float:
+    """Return the relative rounding of the narrowest type of a module's parameters."""
     return max(torch.finfo(slot.dtype).eps for slot in evaluator.genome.slots)
 
 
-def close(got: NDArray[np.float32], expected: NDArray[np.float32], batch_size: int, room: float) -> bool:
-    count = count_of(expected, batch_size)
-    return bool(np.allclose(got, expected, rtol=room, atol=1e-5 + count, equal_nan=True))
+def scores_match(scores: NDArray[np.float32], expected: NDArray[np.float32], batch_size: int, tolerance: float) -> bool:
+    """Return whether scores are equal except for rounding."""
+    absolute = 1e-5 + count_tolerance(expected, batch_size)
+    return bool(np.allclose(scores, expected, rtol=tolerance, atol=absolute, equal_nan=True))
 
 
-def count_of(scores: NDArray[Any], batch_size: int) -> float:
-    """What a score that counts examples may move by where an output falls on the other side of a threshold."""
-    counts = batch_size > 8 and np.allclose(scores * batch_size, np.round(scores * batch_size), atol=1e-3)
-    return 1.01 / batch_size if counts else 0.0
+def count_tolerance(scores: NDArray[Any], batch_size: int) -> float:
+    """Return by how much scores that count examples may differ, where one falls on the other side of a threshold."""
+    is_count = batch_size > 8 and np.allclose(scores * batch_size, np.round(scores * batch_size), atol=1e-3)
+    return 1.01 / batch_size if is_count else 0.0
 
 
 def first_sentence(error: Exception) -> str:
+    """Return the first sentence of an error's message, without its full stop."""
     text = " ".join(str(error).split())
     return text.split(". ")[0][:200].rstrip(".")

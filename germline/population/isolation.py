@@ -1,0 +1,173 @@
+"""Everything that an evaluation changes for its thread or for the whole process, and how it is restored.
+
+Settings of torch (``exact_arithmetic``), its number of threads (``single_threaded_torch``) and the global random
+generators (``isolated_generators``) are restored. The allocator's settings (``keep_memory``) are not: the C library
+offers no way to read them. A module that writes to itself writes to a copy of its thread (``ThreadModule``).
+"""
+
+import copy
+import ctypes
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from germline.noise import ADDRESS_LIMIT, Field, Stream
+from germline.objective import seeded_generators
+from germline.strategies.base import Candidates
+
+MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
+generators_lock = threading.Lock()  # there is one set of global generators for all threads
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """Switch off TF32, kernels that are chosen by timing, autocast and the fast path of attention.
+
+    These are settings of the whole process, except for autocast: enter it around all blocks, not around each. Several
+    threads may be in it at the same time; the last one to leave restores the settings.
+
+    Args:
+        device: the device that evaluates members.
+    """
+    with find_settings(device.type).hold(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+class ExactSettings:
+    """The settings of ``exact_arithmetic`` for a kind of device, set by the first thread, restored by the last."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.lock = threading.Lock()
+        self.holders = 0
+        self.restore = ExitStack()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Have the settings set."""
+        with self.lock:
+            if self.holders == 0:
+                self.restore.enter_context(set_exact(self.device_type))
+            self.holders += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.holders -= 1
+                if self.holders == 0:
+                    self.restore.close()
+
+
+@cache
+def find_settings(device_type: str) -> ExactSettings:
+    """Return the process's settings for a kind of device."""
+    return ExactSettings(device_type)
+
+
+@contextmanager
+def set_exact(device_type: str) -> Iterator[None]:
+    """Set what ``exact_arithmetic`` sets for the whole process."""
+    flags: list[tuple[Any, str]] = []
+    if torch.cuda.is_available():
+        flags = [
+            (torch.backends.cuda.matmul, "allow_tf32"),
+            (torch.backends.cudnn, "allow_tf32"),
+            (torch.backends.cudnn, "benchmark"),
+        ]
+    before = [getattr(owner, name) for owner, name in flags]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    # Where vmap has no rule for an operation it loops over the members, and warns at every call. The check decides
+    # whether the result is right; there is nothing for the user to do.
+    enable_warnings: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", lambda enabled: None)
+    had_warnings = vmap_warns()
+    try:
+        for owner, name in flags:
+            setattr(owner, name, False)
+        torch.backends.mha.set_fastpath_enabled(False)
+        enable_warnings(False)
+        flash = [SDPBackend.FLASH_ATTENTION] if device_type == "cuda" else []
+        with sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
+            yield
+    finally:
+        enable_warnings(had_warnings)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for (owner, name), value in zip(flags, before, strict=True):
+            setattr(owner, name, value)
+
+
+@cache
+def vmap_warns() -> bool:
+    """Return whether vmap warned of loops at the first evaluation: torch can set that, but not read it.
+
+    It is asked once: each time the filters of warnings change, Python shows warnings again that it shows once.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        vmap(lambda x: torch.histc(x, 2))(torch.zeros(1, 2))  # an operation for which vmap has no rule
+    return bool(caught)
+
+
+@contextmanager
+def single_threaded_torch() -> Iterator[None]:
+    """Have torch use one thread, as every block does: sums over a batch differ between one thread and two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@cache
+def keep_memory() -> None:
+    """Have the C library reuse freed memory for large arrays, instead of new pages of the system.
+
+    Every block allocates such arrays anew. It is done once for the process, where the C library is glibc and no
+    environment variable MALLOC_* sets it up in another way; it cannot be undone.
+    """
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+        for option, value in MALLOPT.items():
+            mallopt(option, value)
+
+
+@contextmanager
+def isolated_generators(candidates: Candidates) -> Iterator[None]:
+    """Set the global random generators to a function of seed and generation: all members draw the same numbers."""
+    field, generation = Field(candidates.field.seed), int(candidates.generation)
+    seed = int(field.below(ADDRESS_LIMIT, 1, generation, Stream.DROPOUT, member=ADDRESS_LIMIT - 1)[0])
+    with generators_lock, seeded_generators(seed):
+        yield
+
+
+class ThreadModule(threading.local):
+    """A copy of a module for each thread, for what the module's code writes to the module."""
+
+    def __init__(self, original: nn.Module) -> None:  # called in every thread that uses the object
+        self.original = original
+        self.copied: nn.Module | None = None
+
+    def get(self) -> nn.Module:
+        """Return the copy of this thread."""
+        if self.copied is None:
+            self.copied = copy_module(self.original)
+        return self.copied
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Return a deep copy whose recurrent layers have their weights in one piece of memory, as cuDNN expects them."""
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.flatten_parameters()
+    return module

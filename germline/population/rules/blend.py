@@ -1,0 +1,198 @@
+"""Products of layers that are linear in their weights: what all members share, their noise, their bias, the epilogue.
+
+A product with the weights of member i is one with the center and one with the member's noise:
+
+    x (W + s_i A B^T)^T = x W^T + s_i (x B) A^T         of low rank: two products with thin matrices
+    x (W + s_i E)^T     = x W^T + s_i x E^T             dense: one product for the two members that share E
+
+The same holds for a convolution, where the columns of B and the rows of E are filters.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.kernels import as_kernel_arg, kernel_device, kernels_for
+from germline.noise import cached_tensor
+from germline.population.buffers import allocate, stack
+from germline.population.rules.layer import LayerCall
+from germline.population.rules.pending import Epilogue, MaxPool, Relu, apply_epilogue
+
+Addresses = NDArray[np.int64]  # of each member, the place of its noise among the addresses of the block
+Window = tuple[int, ...]  # height and width of an image, of the window that moves over it, and of a step
+NO_POSITIONS = torch.Size()
+FEW_PLACES = 16  # of a window, up to which a kernel does the pooling in its pass
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an output: base + scale_i x_b_i a_i^T + bias_i for each member i, then the epilogue.
+
+    ``base`` is (n, R) or (n, R, ...) and ``x_b`` (n, addresses * rank) or (n, addresses * rank, ...), the same for all
+    members; or there is one for each, with the members first: (members, n, R, ...) and (members, n, rank, ...), of
+    which the first may be written to. ``a`` is (addresses, R, rank), ``bias`` (members, R).
+    """
+
+    base: torch.Tensor
+    x_b: torch.Tensor
+    a: torch.Tensor
+    bias: torch.Tensor | None
+    scales: torch.Tensor  # of the noise of each member
+    member_address: Addresses
+    epilogue: Epilogue
+    shared: bool = True
+
+    def flatten(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return base, x_b, a, bias and scales as kernels take them: positions in one axis, ranks before rows."""
+        (addresses, _, rank), members = self.a.shape, len(self.scales)
+        n, rows = self.base.shape[:2] if self.shared else self.base.shape[1:3]
+        full = torch.float64 if self.base.dtype == torch.float64 else torch.float32
+        dtype = full if device.type == "cpu" else self.base.dtype  # in memory; the arithmetic is in full
+        base = self.base.reshape(*(() if self.shared else (members,)), n, rows, -1).to(device, dtype).contiguous()
+        x_b = self.x_b.reshape(*((n, addresses) if self.shared else (members, n)), rank, -1).to(device).contiguous()
+        x_b = x_b.to(dtype) if device.type == "cpu" else x_b
+        a = self.a.transpose(1, 2).to(device, dtype).contiguous()  # (addresses, rank, R)
+        bias = base.new_zeros(members, rows) if self.bias is None else self.bias.to(device, dtype).contiguous()
+        return base, x_b, a, bias, self.scales.to(device, full)
+
+
+def split_shared_product(call: LayerCall, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
+    """Return the parts of a layer's output where all members see one input and the noise is of low rank.
+
+    Args:
+        call: the call of the layer.
+        x: its input.
+        multiply: returns the product of x and weights of the layer's shape, with any number of rows: (n, rows, ...).
+    """
+    block, index = call.block, call.layer.slots["weight"]
+    base = block.generation.share_product(call.module, x, lambda: multiply(block.generation.center(index)))
+    a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
+    x_b = multiply(b.transpose(1, 2).reshape(-1, *block.slot(index).shape[1:]))
+    bias = call.optional_weights("bias")
+    return Parts(base, x_b, a, bias, block.scales(index), block.member_address, call.epilogue)
+
+
+def multiply_shared_input(
+    call: LayerCall, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return a layer's output where all members see one input: (members, n, R, ...). See ``split_shared_product``."""
+    block, index = call.block, call.layer.slots["weight"]
+    if block.matrix(index) is not None:
+        return combine(split_shared_product(call, x, multiply))
+    base = block.generation.share_product(call.module, x, lambda: multiply(block.generation.center(index)))
+    scales, bias = block.scales(index), call.optional_weights("bias")
+    if x.device.type != "cpu":
+        noise = multiply(block.dense_noise(index, x.dtype).flatten(0, 1))
+        return add_noise(base, noise, scales, block.member_address, bias, call.epilogue)
+    # one address at a time: the noise of all of them would leave the processor's caches
+    outputs: list[torch.Tensor] = [base] * block.size
+    factors = scales.tolist()
+    for address in range(len(block.addresses)):
+        term = multiply(block.dense_noise_at(index, address, x.dtype))
+        for i in np.flatnonzero(block.member_address == address).tolist():
+            output = torch.add(base, term, alpha=factors[i], out=allocate(tuple(base.shape), base))
+            if bias is not None:
+                output += bias[i].view(-1, *(1,) * (base.dim() - 2))
+            outputs[i] = apply_epilogue(output, call.epilogue)
+    return stack(outputs)
+
+
+def can_multiply_noise(call: LayerCall, x: torch.Tensor) -> bool:
+    """Return whether ``multiply_shared_input`` can be used: on all devices, except for dense noise on some."""
+    has_vector_sigma = isinstance(call.block.generation.candidates.sigma, torch.Tensor)
+    has_kernels = kernel_device(x.device).type == "cuda" and not has_vector_sigma
+    return x.device.type == "cpu" or has_kernels or call.block.matrix(call.layer.slots["weight"]) is not None
+
+
+def combine(parts: Parts) -> torch.Tensor:
+    """Return the output that the parts are of, (members, n, R, ...), after its epilogue."""
+    device = kernel_device(parts.base.device)
+    if not parts.shared and device != parts.base.device:
+        return combine_without_kernels(parts)
+    positions = parts.base.shape[2 if parts.shared else 3 :]
+    relu, window, sizes, rest = fuse_epilogue(parts.epilogue, positions)
+    base, x_b, a, bias, scales = parts.flatten(device)
+    members, (n, rows) = len(scales), base.shape[-3:-1]
+    out = allocate((members, n, rows, sizes.numel()), base) if parts.shared or window else base
+    member_address = cached_tensor(parts.member_address, device)
+    arrays = (as_kernel_arg(array) for array in (out, base, x_b, a, bias, scales, member_address))
+    kernels_for(device).blend_outer(*arrays, relu, window)
+    return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
+
+
+def combine_without_kernels(parts: Parts) -> torch.Tensor:
+    """Do the same as ``combine`` by torch's operations, for a device without kernels, where bases are not shared."""
+    base, x_b, a, bias, scales = parts.flatten(parts.base.device)
+    a_of_members = a[cached_tensor(parts.member_address, base.device)]  # (members, rank, R)
+    scaled = x_b.to(base.dtype) * scales.to(base.dtype)[:, None, None, None]
+    term = torch.einsum("mnrp,mrk->mnkp", scaled, a_of_members)
+    out = base.add_(term).add_(bias[:, None, :, None])
+    return apply_epilogue(out.view(parts.base.shape), parts.epilogue)
+
+
+def add_noise(
+    base: torch.Tensor,
+    noise: torch.Tensor,
+    scales: torch.Tensor,
+    member_address: Addresses,
+    bias: torch.Tensor | None,
+    epilogue: Epilogue,
+) -> torch.Tensor:
+    """Return base + scale_i noise_i + bias_i for each member, on a GPU: (members, n, R, ...), after the epilogue.
+
+    ``base`` is (n, R, ...), ``noise`` (n, addresses * R, ...).
+    """
+    n, rows = base.shape[:2]
+    relu, window, sizes, rest = fuse_epilogue(epilogue, base.shape[2:])
+    out = base.new_empty(len(scales), n, rows, sizes.numel())
+    noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
+    base = base.reshape(n, rows, -1).contiguous()
+    add_terms(out, base, noise, bias, scales, member_address, relu, window)
+    return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)
+
+
+def add_bias(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+    """Add bias_i to each member in place, then apply the epilogue: x (members, ..., R), bias (members, R)."""
+    if kernel_device(x.device).type != "cuda" or not x.is_contiguous():
+        return apply_epilogue(x if bias is None else x.add_(bias.view(len(x), *(1,) * (x.dim() - 2), -1)), epilogue)
+    if bias is None and not epilogue:
+        return x
+    flat = x.view(len(x), -1, x.shape[-1], 1)
+    relu, window, _, rest = fuse_epilogue(epilogue)
+    add_terms(flat, flat, None, bias, x.new_ones(len(x)), np.zeros(len(x), np.int64), relu, window)
+    return apply_epilogue(x, rest)
+
+
+def add_terms(
+    out: torch.Tensor,
+    base: torch.Tensor,
+    noise: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scales: torch.Tensor,
+    member_address: Addresses,
+    relu: bool,
+    window: Window | None,
+) -> None:
+    """Write base + noise + bias of each member to out, by the kernel of ``combine`` without a factor A."""
+    full = torch.float64 if out.dtype == torch.float64 else torch.float32
+    bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
+    arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(member_address, out.device))
+    kernels_for(out.device).blend_outer(*arrays, relu, window)
+
+
+def fuse_epilogue(
+    epilogue: Epilogue, positions: torch.Size = NO_POSITIONS
+) -> tuple[bool, Window | None, torch.Size, Epilogue]:
+    """Return what the kernel does of an epilogue: a relu, a pooling of images, their sizes after it; and the rest."""
+    relu = bool(epilogue) and isinstance(epilogue[0], Relu)
+    rest = epilogue[1:] if relu else epilogue
+    pool = rest[0] if rest else None
+    if len(positions) != 2 or not isinstance(pool, MaxPool) or prod(pool.kernel) > FEW_PLACES:
+        return relu, None, positions, rest
+    axes = zip(positions, pool.kernel, pool.stride, strict=True)
+    sizes = torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in axes])
+    return relu, (*positions, *pool.kernel, *pool.stride), sizes, rest[1:]

@@ -1,0 +1,70 @@
+"""Convolutions of a block of members; see ``blend`` for how a product is split into parts."""
+
+from math import prod
+from typing import Any
+
+import torch
+
+from germline.kernels import kernel_device, kernels_for
+from germline.noise import cached_tensor
+from germline.population.buffers import stack
+from germline.population.rules.blend import Parts, can_multiply_noise, combine, multiply_shared_input
+from germline.population.rules.layer import LayerCall
+from germline.population.rules.linear import THIN
+from germline.population.rules.pending import apply_epilogue
+
+LARGEST_KERNEL = 49  # places of a filter, up to which the noise has a kernel
+
+
+def convolution(call: LayerCall) -> torch.Tensor:
+    """Compute a convolution for all members."""
+    (x,), module = call.inputs, call.module
+    has_examples = x.dim() - call.batched[0] == len(module.kernel_size) + 2  # and is not a single image
+    if call.is_separable("weight") and module.groups == 1 and has_examples:
+        if call.has_shared_input and can_multiply_noise(call, x):
+            return multiply_shared_input(call, x, lambda weight: module._conv_forward(x, weight, None))
+        matrix = call.block.matrix(call.layer.slots["weight"])
+        if not call.has_shared_input and matrix is not None and matrix.rank <= THIN and has_kernel(module, x):
+            return convolve_with_kernel(call, x)
+    return convolve_per_member(call)
+
+
+def has_kernel(module: Any, x: torch.Tensor) -> bool:
+    """Return whether the noise of each member has a kernel: for small filters with plain padding, on a GPU."""
+    is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    is_small = len(module.kernel_size) <= 2 and prod(module.kernel_size) <= LARGEST_KERNEL
+    return is_plain and is_small and x.dtype != torch.float64 and kernel_device(x.device).type == "cuda"
+
+
+def convolve_with_kernel(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
+    """Do one large convolution with the center's filters; a kernel adds the noise of each member."""
+    block, index, module = call.block, call.layer.slots["weight"], call.module
+    a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
+    rank = a.shape[2]
+    x = x.contiguous()
+    base = module._conv_forward(x.flatten(0, 1), block.generation.center(index), None)
+    base = base.contiguous().view(*x.shape[:2], *base.shape[1:])  # (members, n, R, *sizes)
+    channels, *kernel = block.slot(index).shape[1:]
+    filters = b.transpose(1, 2).reshape(len(b), rank, channels, *as_image(kernel))
+    x_b = torch.empty(*x.shape[:2], rank, *as_image(base.shape[3:]), device=x.device)
+    settings = as_image(module.stride), as_image(module.padding, missing=0), as_image(module.dilation)
+    member_address = cached_tensor(block.member_address, x.device)
+    images = x.view(*x.shape[:3], *as_image(x.shape[3:]))
+    kernels_for(x.device).thin_convolution(x_b, images, filters.contiguous(), member_address, *settings)
+    x_b = x_b.view(*x.shape[:2], rank, *base.shape[3:])
+    bias, scales = call.optional_weights("bias"), block.scales(index)
+    return combine(Parts(base, x_b, a, bias, scales, block.member_address, call.epilogue, shared=False))
+
+
+def as_image(sizes: Any, *, missing: int = 1) -> tuple[int, ...]:
+    """Return the sizes of an image, or those of a sequence as an image of one row."""
+    return (missing, *sizes) if len(sizes) == 1 else tuple(sizes)
+
+
+def convolve_per_member(call: LayerCall) -> torch.Tensor:
+    """Convolve member by member: one grouped convolution for all members is slower in torch."""
+    bias = call.optional_weights("bias")
+    biases = [None] * call.block.size if bias is None else bias
+    convolve = call.module._conv_forward
+    arguments = zip(*call.inputs_of_members(), call.weights("weight"), biases, strict=True)
+    return stack([apply_epilogue(convolve(*member), call.epilogue) for member in arguments])
