@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from germline.data import nuclei, nuclei_arrays
+from germline.data import load_nuclei, load_nuclei_arrays
 from germline.journal import Journal
-from germline.recipes import make
+from germline.recipes import make_recipe
 from germline.recipes.nuclei import dice, iou
 
 STRATEGIES = "openai-es,snes,mu-lambda,ga,pso,gradient"
@@ -82,7 +82,7 @@ def otsu(image: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def otsu_scores() -> tuple[float, float]:
-    _, _, images, masks = nuclei_arrays()
+    _, _, images, masks = load_nuclei_arrays()
     found = torch.from_numpy(np.stack([otsu(image) for image in images]).astype(np.float32))[:, None] - 0.5
     target = torch.from_numpy(masks.astype(np.float32))[:, None]
     return float(dice(found, target)), float(iou(found, target))
@@ -93,11 +93,11 @@ def draw(runs: Path, file: Path) -> None:
     from matplotlib.figure import Figure
     from safetensors.torch import load_file
 
-    x, y = nuclei().test
+    x, y = load_nuclei().test
     chosen = y.sum((1, 2, 3)).argsort(descending=True)[:: len(y) // SHOWN][:SHOWN]
     columns = {"image": x[chosen].sqrt(), "true mask": y[chosen]}
     for path in sorted((runs / "unet").glob("*-0/model.safetensors")):
-        net = make("unet-nuclei", {}, 0).model
+        net = make_recipe("unet-nuclei", {}, 0).model
         net.load_state_dict(load_file(path))
         with torch.no_grad():
             output = net(x)

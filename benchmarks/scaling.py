@@ -31,7 +31,7 @@ import numpy as np
 from germline import costs, trainer
 from germline.fleet import SPMD, Local, launched
 from germline.fleet.exchange import Mode
-from germline.recipes import make
+from germline.recipes import make_recipe
 from germline.recipes.recipe import Recipe
 
 NETS = {"mnist-3m": 128, "cif-900k": 32, "cif-8m": 8}  # and the examples of a batch
@@ -45,7 +45,7 @@ TURNS, SLOW = 5, 5.0  # generations that are timed; of those that take so many s
 
 def recipe_of(net: str, population: int) -> Recipe:
     batch = NETS[net]
-    made = make(net, {"data": "synthetic", "batch_size": str(batch), "examples": str(4 * batch)}, 0)
+    made = make_recipe(net, {"data": "synthetic", "batch_size": str(batch), "examples": str(4 * batch)}, 0)
     strategy: Any = made.strategy
     return dataclasses.replace(made, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
 

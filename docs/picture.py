@@ -10,13 +10,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from germline import Local, trainer
-from germline.recipes import make
+from germline.recipes import make_recipe
 from germline.stopping import Stop
 
 
 def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
     """Seconds of training and accuracy on the dev set."""
-    recipe = make("digits", {}, seed=0)
+    recipe = make_recipe("digits", {}, seed=0)
     if strategy != recipe.strategy.name:
         recipe = dataclasses.replace(recipe, strategy=recipe.others[strategy])
     training = trainer.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})

@@ -40,7 +40,7 @@ from germline.journal import Journal
 from germline.noise import check_whole_number
 from germline.population import DType, SlowPath
 from germline.progress import Progress
-from germline.recipes import RECIPES, address, make
+from germline.recipes import RECIPES, make_recipe, recipe_address
 from germline.recipes.recipe import Recipe
 from germline.replay import reopen
 from germline.replay import replay as replay_records
@@ -146,19 +146,19 @@ def train(
     made = recipe_with(recipe, of_recipe, seed, strategy, own, dtype)
     stop = stop_of(made, generations, seconds, target, evaluations)
     path = runs / name if name is not None else free_directory(runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
-    chosen = fleet_of(fleet, device, workers, exchange, timeout, address(recipe))
+    chosen = fleet_of(fleet, device, workers, exchange, timeout, recipe_address(recipe))
     if baseline and fleet != "local":
         raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
     launch_here(fleet, workers)
 
     def begin(made: Recipe, path: Path, stop: Stop, command: str) -> Run:
-        about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command}
+        about = {"recipe": recipe_address(recipe), "recipe_settings": of_recipe, "command": command}
         return trainer.begin(made, path, seed=seed, fleet=chosen, about=about, stop=stop, named=name is not None)
 
     if not baseline:
         finish(begin(made, path, stop, command_line()), stop, as_json=json_)
         return
-    other = with_strategy(make(recipe, of_recipe, seed), "gradient", {})
+    other = with_strategy(make_recipe(recipe, of_recipe, seed), "gradient", {})
     beside = path.with_name(path.name + "-backprop")
     refuse_baseline(other, beside, chosen)
     summary = finish(begin(made, path, stop, command_line()), stop, as_json=False)
@@ -242,7 +242,7 @@ def serve(
     made = recipe_with(recipe, of_recipe, seed, strategy, own, dtype)
     stop = stop_of(made, generations, seconds, target)
     path = runs / (name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
-    about = {"recipe": address(recipe), "recipe_settings": of_recipe, "command": command_line()}
+    about = {"recipe": recipe_address(recipe), "recipe_settings": of_recipe, "command": command_line()}
     chosen = Elastic(listen, keys=keys, device=device)
     chosen.new_run()
     page = Status(chosen, recipe, stop)
@@ -275,7 +275,9 @@ def worker(
 
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
-    follower = worker.Follower(lambda settings, seed: make(recipe, settings, seed), Local(device, threads), recipe)
+    follower = worker.Follower(
+        lambda settings, seed: make_recipe(recipe, settings, seed), Local(device, threads), recipe
+    )
     try:
         worker.run(coordinator, follower, name=name, keys=keys)
     except KeyboardInterrupt:
@@ -338,7 +340,7 @@ def compare(
     common += [*budget, *machine_of(device, dtype, workers, data)]
     variants = tuple(Variant(strategy, tuple(arguments)) for strategy, arguments in own.items())
     folder = runs / (name or f"compare-{Path(recipe).stem}")
-    comparison = Comparison(folder, address(recipe), tuple(common), variants, seeds, jobs)
+    comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, jobs)
     show_comparison(comparison, metric, f"Germline: {recipe} by {', '.join(names)}", as_json=json_)
 
 
@@ -374,7 +376,7 @@ def sweep(
         for chosen in grid
     ]
     folder = runs / (name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
-    comparison = Comparison(folder, address(recipe), tuple(common), tuple(variants), seeds, jobs)
+    comparison = Comparison(folder, recipe_address(recipe), tuple(common), tuple(variants), seeds, jobs)
     show_comparison(comparison, metric, f"Germline: {recipe}, {len(variants)} settings", as_json=json_)
 
 
@@ -488,7 +490,7 @@ def plan(
     if data is not None:
         os.environ["GERMLINE_DATA"] = str(data)
     own, of_recipe = split_settings(settings or [], population=population, rank=rank)
-    made = with_strategy(make(recipe, of_recipe, 0), strategy, own)
+    made = with_strategy(make_recipe(recipe, of_recipe, 0), strategy, own)
     if isinstance(made.strategy, HybridES):
         show_resources(recipe, made, settings or [], as_json=json_)
         return
@@ -604,7 +606,7 @@ def recipe_with(
 ) -> Recipe:
     """The recipe as it was asked for."""
     check_whole_number("seed", seed, 1 << 63)
-    made = with_strategy(make(name, settings, seed), strategy, own)
+    made = with_strategy(make_recipe(name, settings, seed), strategy, own)
     return made if dtype == "auto" else dataclasses.replace(made, dtype=typing.cast(DType, dtype))
 
 
@@ -675,7 +677,7 @@ def recipe_of(header: Mapping[str, Any], path: Path) -> Recipe:
     if header["recipe"] is None:
         message = f"{path} was begun in Python, not by a recipe: go on there, with "
         raise BadInput(message + f"gl.train(..., resume={str(path)!r}).")
-    recipe = make(header["recipe"], header["recipe_settings"], header["seed"])
+    recipe = make_recipe(header["recipe"], header["recipe_settings"], header["seed"])
     strategy = recipe.strategy if recipe.strategy.name == header["strategy"] else recipe.others.get(header["strategy"])
     return dataclasses.replace(recipe, strategy=strategy or strategy_class(header["strategy"])())
 
