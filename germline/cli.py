@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import os
 import shlex
@@ -49,7 +48,7 @@ from germline.report import read, write_curves, write_report
 from germline.run import Run, export_theta
 from germline.status import Status
 from germline.stopping import Stop, Target
-from germline.strategies import STRATEGIES, AnyStrategy, HybridES, strategy_class
+from germline.strategies import STRATEGIES, AnyStrategy, strategy_class
 from germline.strategies.settings import parse
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -481,7 +480,6 @@ def plan(
     network: Annotated[str, typer.Option(help="between workers, such as 1gbit, '10mbit 20ms' or none")] = "1gbit",
     data: DataDir = None,
     settings: Settings = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="the efficiencies as a picture, too")] = None,
     json_: AsJson = False,
 ) -> None:
     """Predict time, memory and bytes of a generation by exchange and number of workers."""
@@ -491,60 +489,24 @@ def plan(
         os.environ["GERMLINE_DATA"] = str(data)
     own, of_recipe = split_settings(settings or [], population=population, rank=rank)
     made = with_strategy(make_recipe(recipe, of_recipe, 0), strategy, own)
-    if isinstance(made.strategy, HybridES):
-        show_resources(recipe, made, settings or [], as_json=json_)
-        return
     between = costs.Network.parse(network)
     counts = [
         check_whole_number("number of workers", parse(int, "workers", text), 1 << 20) for text in workers.split(",")
     ]
-    rates, parameters = costs.measure(made, made.strategy, device), Genome.from_module(made.model).size
-    found = costs.table(rates, made.strategy, parameters, made.strategy.population, between, counts)
+    rates, parameters = costs.measure_rates(made, made.strategy, device), Genome.from_module(made.model).size
+    found = costs.predict_costs(rates, made.strategy, parameters, made.strategy.population, between, counts)
     said = costs.recommend(found)
-    if plot is not None:
-        thin = between if between != costs.Network.parse("none") else costs.Network.parse("100mbit")
-        networks = (costs.Network.parse("none"), thin)
-        costs.figure(rates, made.strategy, parameters, networks=networks).savefig(plot)
     if json_:
         rows = [dataclasses.asdict(cost) for cost in found]
         print(json.dumps({"parameters": parameters, "rates": dataclasses.asdict(rates), "costs": rows, "use": said}))
         return
     about = f"{made.strategy.name}, {parameters:,} parameters, population {made.strategy.population}"
-    print(f"{about}, network: {between.described()}")
-    table = Table(*found[0].told(), box=None, pad_edge=False, padding=(0, 1))
+    print(f"{about}, network: {between.describe()}")
+    table = Table(*found[0].as_row(), box=None, pad_edge=False, padding=(0, 1))
     for cost in found:
-        table.add_row(*cost.told().values())
+        table.add_row(*cost.as_row().values())
     Console().print(table)
     print(said)
-
-
-def show_resources(name: str, made: Recipe, settings: list[str], *, as_json: bool) -> None:
-    """The resource model of Hybrid-ES beside what is measured."""
-    from germline import resources
-
-    print("measuring runs in two processes ...", file=sys.stderr)
-    found = resources.table(name, made, settings)
-    if as_json:
-        print(json.dumps(found))
-        return
-    parts = [f"{part} {1e3 * found['phases'][part]:.3g}" for part in ("forward", "backward", "shift", "update")]
-    print(f"one core, ms: {', '.join(parts)}; the paper's: forward 16.4, backward 5.5, shift 15.1, update 1.196")
-    full, held = found["all_full"], [found["phases"][f"memory_{kind}"] / 1e6 for kind in ("full", "shifted")]
-    print(f"tensors held at once by a gradient {held[0]:.3g} MB, by a sample {held[1]:.3g} MB")
-    steps = f"{1e3 * full['seconds']:.3g} ms, {full['bytes_sent']:,.0f} bytes sent"
-    print(f"all steps full, two processes: {steps}, at most {full['peak_memory'] / 1e6:,.0f} MB of memory")
-    ways = {"paper": "the paper's model", "model": "the same, this machine", "measured": "two processes here"}
-    table = Table("interval", "by", "runtime", "memory", "network", box=None, pad_edge=False)
-    for row, (way, by) in itertools.product(found["rows"], ways.items()):
-        table.add_row(str(row["interval"]), by, *(f"{row[way][what]:.3f}" for what in ("runtime", "memory", "network")))
-    Console().print(table)
-    print("as parts of what steps take that are all full; memory is a mean over time, of two processes what they keep")
-    for row in found["rows"]:
-        run = row["run"]
-        spent = [", ".join(f"{part} {1e3 * s:.3g}" for part, s in run[kind].items()) for kind in ("full", "shifted")]
-        said = "full step {}; shifted step {}".format(*spent)
-        memory = f"memory {run['mean_memory'] / 1e6:,.0f} MB on average, {run['peak_memory'] / 1e6:,.0f} at most"
-        print(f"interval {row['interval']}, ms of a process: {said}; {memory}")
 
 
 @command

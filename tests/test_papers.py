@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hybrid_resources import PUBLISHED, peak_bytes, predict_ratios
 
 import germline as gl
 from germline import trainer
@@ -162,3 +163,14 @@ def test_other_nuclei_than_the_published_ones_are_refused(folder: Path) -> None:
     np.savez(folder / "dsb2018_256_200.npz", x_train=empty, y_train=empty, x_test=empty, y_test=empty)
     with pytest.raises(BadInput, match="checksum"):
         make_recipe("unet-nuclei", {}, seed=0)
+
+
+def test_the_resource_model_of_hybrid_es() -> None:
+    ratios = [predict_ratios(PUBLISHED, interval) for interval in (2, 3)]
+    assert [round(ratio.runtime, 3) for ratio in ratios] == [1.208, 1.277]
+    assert [round(ratio.memory, 3) for ratio in ratios] == [0.667, 0.556]
+    assert [round(ratio.network, 3) for ratio in ratios] == [0.5, 0.333]
+
+
+def test_the_memory_of_a_step_is_that_of_its_tensors() -> None:
+    assert peak_bytes(lambda: torch.zeros(1000) + torch.zeros(1000)) == pytest.approx(12000, rel=0.1)
