@@ -22,13 +22,13 @@ from germline.api import free_directory
 from germline.compare import (
     Comparison,
     Variant,
-    budget_of,
-    cells,
-    grid_of,
-    heads,
-    machine_of,
-    metric_of,
-    note,
+    budget_options,
+    choose_metric,
+    column_names,
+    expand_grid,
+    explain_table,
+    format_row,
+    machine_options,
     write_comparison,
 )
 from germline.errors import BadInput, FleetLostError, MachineError, unknown_name
@@ -44,7 +44,7 @@ from germline.recipes.recipe import Recipe
 from germline.replay import reopen
 from germline.replay import replay as replay_records
 from germline.replay import verify as verify_records
-from germline.report import read, write_curves, write_report
+from germline.report import read_run, write_curves, write_report
 from germline.run import Run, export_theta
 from germline.status import Status
 from germline.stopping import Stop, Target
@@ -171,7 +171,7 @@ def train(
                 f"{said}{compared['metrics'][key]:.4f} by backprop on the same net and data in the same "
                 f"{summary['seconds']:.1f} s"
             )
-    write_report([read(path), read(beside)], path / "report.html")
+    write_report([read_run(path), read_run(beside)], path / "report.html")
     if json_:
         print(json.dumps(summary))
 
@@ -335,8 +335,8 @@ def compare(
             own[of] += ["--set", rest]
         else:
             raise BadInput(f"--set takes recipe.KEY=VALUE or STRATEGY.KEY=VALUE, with a strategy of these: {names}.")
-    budget = budget_of(generations, seconds, evaluations, target)
-    common += [*budget, *machine_of(device, dtype, workers, data)]
+    budget = budget_options(generations, seconds, evaluations, target)
+    common += [*budget, *machine_options(device, dtype, workers, data)]
     variants = tuple(Variant(strategy, tuple(arguments)) for strategy, arguments in own.items())
     folder = runs / (name or f"compare-{Path(recipe).stem}")
     comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, jobs)
@@ -367,9 +367,9 @@ def sweep(
     json_: AsJson = False,
 ) -> None:
     """Train a recipe with every combination of some settings under one budget; started again, it goes on."""
-    grid = grid_of(settings)
-    budget = budget_of(generations, seconds, evaluations, target)
-    common = [*(["--strategy", strategy] if strategy else []), *budget, *machine_of(device, dtype, workers, data)]
+    grid = expand_grid(settings)
+    budget = budget_options(generations, seconds, evaluations, target)
+    common = [*(["--strategy", strategy] if strategy else []), *budget, *machine_options(device, dtype, workers, data)]
     variants = [
         Variant(",".join(chosen).replace("/", "|"), tuple(word for one in chosen for word in ("--set", one)))
         for chosen in grid
@@ -385,18 +385,18 @@ def show_comparison(comparison: Comparison, metric: str | None, title: str, *, a
     except KeyboardInterrupt:
         print("the same command goes on from here", file=sys.stderr)
         raise
-    chosen = metric_of(trials, metric)
+    chosen = choose_metric(trials, metric)
     file = comparison.folder / "report.html"
     rows = write_comparison(trials, chosen, file, title)
     if as_json:
         print(json.dumps({"metric": chosen, "report": str(file), "rows": rows}))
         return
-    table = Table(*heads(chosen), box=None, pad_edge=False)
+    table = Table(*column_names(chosen), box=None, pad_edge=False)
     for row in rows:
         if "median" in row:
-            table.add_row(*cells(row))
+            table.add_row(*format_row(row))
     Console(width=None if sys.stdout.isatty() else WIDE).print(table)
-    print(note(comparison.seeds))
+    print(explain_table(comparison.seeds))
     for row in rows:
         if "failure" in row:
             print(f"{row['variant']}: {row['failure']}")
@@ -439,7 +439,7 @@ def report(
 ) -> None:
     """Write the HTML report of one run, or of several side by side."""
     file = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    write_report([read(run) for run in runs], file)
+    write_report([read_run(run) for run in runs], file)
     print(file)
 
 
