@@ -1,4 +1,4 @@
-"""What a step of Hybrid-ES costs: the paper's model, the same model with the times of this machine, and measured runs.
+"""The cost of a step of Hybrid-ES: the paper's model, the same model with the times of this machine, measured runs.
 
     python benchmarks/hybrid_resources.py [RECIPE] [--set KEY=VALUE ...] [--json]
 
@@ -79,7 +79,7 @@ PUBLISHED = Phases(16.4e-3, 5.5e-3, 15.1e-3, 1.196e-3, 3.0, 1.0)  # memory in un
 
 @dataclass(frozen=True)
 class Ratios:
-    """What a step costs, as a fraction of what it costs if every step is full."""
+    """The cost of a step, as a fraction of that of a run in which every step is full."""
 
     runtime: float
     memory: float
@@ -160,7 +160,7 @@ def peak_bytes(work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a step costs in a run of several processes."""
+    """The cost of a step in a run of several processes."""
 
     seconds: float
     bytes_sent: float

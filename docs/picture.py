@@ -1,4 +1,4 @@
-"""Draws docs/run.png, the picture of the README: a run of digits beside backprop on the same net.
+"""Draw docs/run.png, the picture of the README: a run of digits compared with backprop on the same net.
 
 python docs/picture.py
 """
@@ -15,7 +15,7 @@ from germline.stopping import Stop
 
 
 def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
-    """Seconds of training and accuracy on the dev set."""
+    """Train digits by a strategy, and return pairs of seconds of training and accuracy on the dev set."""
     recipe = make_recipe("digits", {}, seed=0)
     if strategy != recipe.strategy.name:
         recipe = dataclasses.replace(recipe, strategy=recipe.others[strategy])

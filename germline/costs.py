@@ -60,7 +60,7 @@ SIGMA = 0.05  # where a run would choose it
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast one worker is: one CPU core, or one GPU.
+    """The speed of one worker: one CPU core, or one GPU.
 
     Args:
         member_seconds: Seconds of evaluating a member.
@@ -127,7 +127,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one generation costs the worker that has most to do."""
+    """The cost of one generation for the worker that has most to do."""
 
     mode: Mode
     workers: int
@@ -199,7 +199,7 @@ def predict_cost(
     """Return what a generation costs, or None where the strategy cannot be run in this mode.
 
     Args:
-        rates: How fast a worker is.
+        rates: The speed of a worker.
         strategy: The strategy; its population is not used.
         parameters: The number of parameters of the net.
         population: Members of a generation.

@@ -317,7 +317,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Objective:
-    """How a member is scored: by a loss to be minimized or by a score to be maximized.
+    """The score of a member: a loss to be minimized, or a score to be maximized.
 
     Args:
         function: Returns one number for (output, target), or for the model if ``of_model``.

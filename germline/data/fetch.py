@@ -1,4 +1,4 @@
-"""Where the files of data sets lie, how they are downloaded, and how their checksums are verified.
+"""The files of data sets: where they lie, how they are downloaded, and how their checksums are verified.
 
 Files are looked for in ``GERMLINE_DATA``, in ../shared/data and in the cache, then downloaded from where they are
 published. Every file is compared with its published checksum, wherever it comes from.
