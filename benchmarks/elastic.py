@@ -1,12 +1,12 @@
-"""What an elastic fleet costs: time lost to waiting, to a slow worker, and the bytes that each worker takes.
+"""The costs of an elastic fleet: time lost to waiting, to a slow worker, and the bytes that each worker takes.
 
-    python benchmarks/elastic.py [--busy] [--slow] [--hosts]        all three if none is named; --hosts as root
+    python benchmarks/elastic.py [--busy] [--slow] [--hosts]        all three if none is given; --hosts needs root
 
 --busy   two workers of one thread each: the part of their time that is evaluation, at chunks of about 50 ms or more
---slow   generations a second of two workers, and of the same two beside a third that is ten times slower; the ideal is
+--slow   generations a second of two workers, and of the same two with a third that is ten times slower; the ideal is
          2.1 workers. They wait for their scores (``waiting.py``), so that they do not take each other's cores
 --hosts  three network namespaces as hosts, with keys: a coordinator, a worker, and one behind 1 Mbit/s; ``mnist-3m``
-         and ``cif-900k``: generations, and bytes of each worker for a generation by the coordinator's own count
+         and ``cif-900k``: generations, and bytes of each worker for a generation as the coordinator counts them
 """
 
 import argparse
@@ -30,37 +30,37 @@ from germline.fleet import keys
 from germline.fleet.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
-SETTLE, LASTS = 8.0, 30.0  # seconds before anything is measured, and of the measurement
-ROUNDS = 3  # of what is compared
+WARM_UP, LASTS = 8.0, 30.0  # seconds before the measurement, and of the measurement
+ROUNDS = 3  # of a comparison
 HOSTS = {"coordinator": "10.78.0.1", "near": "10.78.0.2", "far": "10.78.0.3"}
 LINK = "1mbit"
 
 
 class Fleet:
-    """A coordinator, and workers as they are wanted; in namespaces of the network where they are named."""
+    """A coordinator and its workers, each in a network namespace if there are keys."""
 
     def __init__(self, run: Sequence[str], folder: Path, host: str = "127.0.0.1", secret: Path | None = None) -> None:
         self.folder, self.host, self.port, self.status = folder, host, free_port(), free_port()
         self.secret, self.recipe, self.processes = secret, run[0], list[subprocess.Popen[bytes]]()
         where = ["--listen", f"{host}:{self.port}", "--status", f"{host}:{self.status}", "--runs", str(folder / "runs")]
         trusted = ["--keys", str(secret)] if secret is not None else []
-        self.begin([*GERMLINE, "serve", *run, *where, *trusted, "--device", "cpu", "--json"], "coordinator")
+        self.start([*GERMLINE, "serve", *run, *where, *trusted, "--device", "cpu", "--json"], "coordinator")
 
-    def begin(self, command: list[str], name: str, **environment: str) -> "subprocess.Popen[bytes]":
+    def start(self, command: list[str], name: str, **environment: str) -> "subprocess.Popen[bytes]":
         inside = ["ip", "netns", "exec", f"germline-{name}"] if self.secret is not None else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        with (self.folder / f"{name}.txt").open("w") as said:
-            process = subprocess.Popen([*inside, *command], stdout=said, stderr=said, env=environment)
+        with (self.folder / f"{name}.txt").open("w") as log:
+            process = subprocess.Popen([*inside, *command], stdout=log, stderr=log, env=environment)
         self.processes.append(process)
         return process
 
-    def join(self, name: str, **environment: str) -> "subprocess.Popen[bytes]":
+    def add_worker(self, name: str, **environment: str) -> "subprocess.Popen[bytes]":
         trusted = ["--keys", str(self.secret / name)] if self.secret is not None else []
         command = [*GERMLINE, "worker", f"{self.host}:{self.port}", "--recipe", self.recipe, *trusted]
-        return self.begin([*command, "--device", "cpu", "--workers", "1", "--name", name], name, **environment)
+        return self.start([*command, "--device", "cpu", "--workers", "1", "--name", name], name, **environment)
 
-    def known(self) -> dict[str, Any]:
-        """What the status page says."""
+    def read_status(self) -> dict[str, Any]:
+        """Return the content of the status page."""
         address = f"http://{self.host}:{self.status}/status.json"
         if self.secret is None:
             with urllib.request.urlopen(address, timeout=5) as answer:
@@ -69,16 +69,16 @@ class Fleet:
             read = f"import urllib.request; print(urllib.request.urlopen({address!r}, timeout=5).read().decode())"
             inside = ["ip", "netns", "exec", "germline-coordinator", sys.executable, "-c", read]
             content = subprocess.run(inside, capture_output=True, check=True).stdout
-        found: dict[str, Any] = json.loads(content)
-        return found
+        status: dict[str, Any] = json.loads(content)
+        return status
 
     def wait(self, workers: int, generations: int = 1, seconds: float = 180.0) -> dict[str, Any]:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             with suppress(OSError, subprocess.CalledProcessError, ValueError):
-                found = self.known()
-                if len(found["workers"]) >= workers and found["generation"] >= generations:
-                    return found
+                status = self.read_status()
+                if len(status["workers"]) >= workers and status["generation"] >= generations:
+                    return status
             time.sleep(0.2)
         raise RuntimeError((self.folder / "coordinator.txt").read_text()[-2000:])
 
@@ -91,58 +91,60 @@ class Fleet:
 
 
 @contextmanager
-def fleet(run: Sequence[str], host: str = "127.0.0.1", secret: Path | None = None) -> Iterator[Fleet]:
+def start_fleet(run: Sequence[str], host: str = "127.0.0.1", secret: Path | None = None) -> Iterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
-        made = Fleet(run, Path(folder), host, secret)
+        running = Fleet(run, Path(folder), host, secret)
         try:
-            yield made
+            yield running
         finally:
-            made.close()
+            running.close()
 
 
-def measured(made: Fleet, workers: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    """Generations a second, and what was known before and after."""
-    made.wait(workers)
-    time.sleep(SETTLE)
-    before, began = made.known(), time.monotonic()
+def measure(running: Fleet, workers: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """Return generations a second, and the content of the status page before and after."""
+    running.wait(workers)
+    time.sleep(WARM_UP)
+    before, began = running.read_status(), time.monotonic()
     time.sleep(LASTS)
-    after = made.known()
+    after = running.read_status()
     return (after["generation"] - before["generation"]) / (time.monotonic() - began), before, after
 
 
-def busy() -> None:
-    with fleet(["digits", "--population", "2048", "--generations", "100000"]) as made:
+def measure_busy() -> None:
+    """Print the part of two workers' time that is evaluation."""
+    with start_fleet(["digits", "--population", "2048", "--generations", "100000"]) as running:
         for name in ("one", "two"):
-            made.join(name)
-        rate, before, after = measured(made, 2)
+            running.add_worker(name)
+        rate, before, after = measure(running, 2)
     print(f"two workers, digits, population 2048: {rate:.2f} generations a second")
     both = sum(w["busy_seconds"] for w in after["workers"]) - sum(w["busy_seconds"] for w in before["workers"])
-    print(f"  {both / (2 * LASTS):.2f} of their time is evaluation (wanted 0.9)")
+    print(f"  {both / (2 * LASTS):.2f} of their time is evaluation (goal 0.9)")
     for old, new in zip(before["workers"], after["workers"], strict=True):
         seconds = new["busy_seconds"] - old["busy_seconds"]
         chunk = 1e3 * seconds / max(1, new["answers"] - old["answers"])
         print(f"  {new['name']}: {seconds / LASTS:.2f}, {chunk:.0f} ms a chunk")
 
 
-def slow() -> None:
-    with fleet([str(Path(__file__).with_name("waiting.py"))]) as made:
+def measure_slow() -> None:
+    """Print how much a slow worker adds to two others."""
+    with start_fleet([str(Path(__file__).with_name("waiting.py"))]) as running:
         for name in ("one", "two"):
-            made.join(name)
+            running.add_worker(name)
         parts = []
-        for number in range(ROUNDS):  # in turns: the machine may be another's, too
-            alone = measured(made, 2)[0]
-            third = made.join(f"slow-{number}", WAIT=str(10 * WAIT))
-            beside = measured(made, 3)[0]
+        for number in range(ROUNDS):  # in turns, because other work may run on this machine
+            alone = measure(running, 2)[0]
+            third = running.add_worker(f"slow-{number}", WAIT=str(10 * WAIT))
+            together = measure(running, 3)[0]
             third.kill()
             third.wait()
-            parts.append(beside / (alone * 2.1 / 2))
-            print(f"two workers: {alone:.2f} generations a second; beside one that is ten times slower {beside:.2f}")
-    print(f"  {statistics.median(parts):.2f} of the ideal (wanted 0.9), the median of {ROUNDS}")
+            parts.append(together / (alone * 2.1 / 2))
+            print(f"two workers: {alone:.2f} generations a second; with one that is ten times slower {together:.2f}")
+    print(f"  {statistics.median(parts):.2f} of the ideal (goal 0.9), the median of {ROUNDS}")
 
 
 @contextmanager
 def hosts() -> Iterator[None]:
-    """Namespaces on one bridge, one of them behind a thin link."""
+    """Create network namespaces on one bridge, one of them behind a slow link."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -169,7 +171,8 @@ def hosts() -> Iterator[None]:
         ip("link", "del", "germline0")
 
 
-def apart() -> None:
+def measure_hosts() -> None:
+    """Print the bytes of workers on separate hosts."""
     with hosts(), tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "keys"
         keys.init(secret)
@@ -177,28 +180,28 @@ def apart() -> None:
             keys.add(secret, name)
         for recipe in ("mnist-3m", "cif-900k"):
             run = [recipe, "--population", "64", "--generations", "100000", "--set", "recipe.batch_size=32"]
-            with fleet(run, HOSTS["coordinator"], secret) as made:
+            with start_fleet(run, HOSTS["coordinator"], secret) as running:
                 for name in ("near", "far"):
-                    made.join(name)
-                rate, before, after = measured(made, 2)
+                    running.add_worker(name)
+                rate, before, after = measure(running, 2)
             passed = max(1, after["generation"] - before["generation"])
             print(f"{recipe}, population 64: {rate:.2f} generations a second")
             for new in after["workers"]:
                 old = next((one for one in before["workers"] if one["name"] == new["name"]), new)
-                taken, given = ((new[key] - old[key]) / passed for key in ("bytes_received", "bytes_sent"))
+                received, sent = ((new[key] - old[key]) / passed for key in ("bytes_received", "bytes_sent"))
                 link = LINK if new["name"] == "far" else "no limit"
                 pieces = new["pieces"] - old["pieces"]
                 print(
-                    f"  {new['name']} ({link}): {new['state']}, {pieces} blocks, for a generation {taken:,.0f} bytes "
-                    f"received and {given:,.0f} sent"
+                    f"  {new['name']} ({link}): {new['state']}, {pieces} blocks, for a generation {received:,.0f} "
+                    f"bytes received and {sent:,.0f} sent"
                 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"busy": busy, "slow": slow, "hosts": apart}
+    parts = {"busy": measure_busy, "slow": measure_slow, "hosts": measure_hosts}
     for name in parts:
-        parser.add_argument(f"--{name}", action="store_true")
+        parser.add_argument(f"--{name}", action="store_true", help=parts[name].__doc__)
     chosen = vars(parser.parse_args())
     for name, part in parts.items():
         if chosen[name] or not any(chosen.values()):

@@ -1,12 +1,12 @@
-"""The strategies on functions whose minimum is known, beside the same algorithms of other libraries.
+"""The strategies on functions whose minimum is known, compared with the same algorithms of other libraries.
 
     python benchmarks/functions.py [--seeds 11] [--evaluations 20000] [--json]
 
-Sphere, Rosenbrock and Rastrigin in 100 dimensions, each with its minimum, 0, at a place drawn from -2 to 2; everybody
-begins at the origin, with the same spread, population and number of evaluations. Printed are medians and quartiles over
-the seeds of the value at what an algorithm answers: its mean if it has one, else the best it has seen. The peers are
-evosax's where it has the algorithm, and nevergrad's evolution strategies (the better of two) beside mu-lambda; extra
-``bench``.
+Sphere, Rosenbrock and Rastrigin in 100 dimensions, each with its minimum, 0, at a place drawn from -2 to 2. All
+algorithms begin at the origin, with the same spread, population and number of evaluations. The table has medians and
+quartiles over the seeds of the value that an algorithm ends with: at its mean if it has one, else at its best point.
+The peers are those of evosax, and for mu-lambda the better of two evolution strategies of nevergrad; they need
+``pip install 'germline[bench]'``.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from germline.genome import Genome
 from germline.strategies import GA, PSO, SNES, AnyStrategy, GenerationResult, MuLambda, OpenAIES
 
 DIMENSIONS, POPULATION = 100, 50
-SIGMA = 0.5  # of what adapts it, and of the first swarm
+SIGMA = 0.5  # of algorithms that adapt it, and of the first swarm
 FIXED, RATE, MUTATION = 0.1, 0.05, 0.1  # sigma and learning rate of OpenAI-ES, mutation of the genetic algorithms
 Function = Callable[[Any, Any], Any]  # of points, (..., D), and a library of arrays
 
@@ -53,15 +53,16 @@ STRATEGIES: dict[str, AnyStrategy] = {
 }
 
 
-def place(seed: int) -> Any:
-    """Where the minimum is."""
+def minimum_of(seed: int) -> Any:
+    """Return the place of the minimum."""
     return np.random.default_rng(seed).uniform(-2, 2, DIMENSIONS)
 
 
-def ours(strategy: AnyStrategy, function: Function, seed: int, generations: int) -> float:
+def germline(strategy: AnyStrategy, function: Function, seed: int, generations: int) -> float:
+    """Return the value that a strategy of this package ends with."""
     genome = Genome.from_module(nn.Linear(DIMENSIONS, 1, bias=False))
     field, state = strategy.field(seed, genome), strategy.init(torch.zeros(DIMENSIONS))
-    minimum, members = torch.from_numpy(place(seed)), np.arange(strategy.population)
+    minimum, members = torch.from_numpy(minimum_of(seed)), np.arange(strategy.population)
     for generation in range(generations):
         values = strategy.values(state, generation)
         points = strategy.ask(state, field, generation, values).weights(members, 0, DIMENSIONS)
@@ -71,9 +72,10 @@ def ours(strategy: AnyStrategy, function: Function, seed: int, generations: int)
 
 
 def evosax(name: str, function: Function, seed: int, generations: int) -> float:
+    """Return the value that evosax's algorithm ends with."""
     jax, jnp, optax = import_module("jax"), import_module("jax.numpy"), import_module("optax")
     algorithms = import_module("evosax.algorithms")
-    origin, minimum = jnp.zeros(DIMENSIONS), jnp.asarray(place(seed))
+    origin, minimum = jnp.zeros(DIMENSIONS), jnp.asarray(minimum_of(seed))
     key = jax.random.key(seed)
 
     def value(x: Any) -> Any:
@@ -108,57 +110,62 @@ def evosax(name: str, function: Function, seed: int, generations: int) -> float:
 
 
 def nevergrad(name: str, function: Function, seed: int, generations: int) -> float:
+    """Return the better of the values that nevergrad's two evolution strategies end with."""
     library = import_module("nevergrad")
-    minimum, found = place(seed), []
+    minimum, values = minimum_of(seed), []
     for kind in ("ES", "RecES"):
         parameter = library.p.Array(init=np.zeros(DIMENSIONS)).set_mutation(sigma=SIGMA)
         parameter.random_state.seed(seed)
         search = library.optimizers.registry[kind](parametrization=parameter, budget=generations * POPULATION)
         best = search.minimize(lambda x: float(function(x - minimum, np)))
-        found.append(float(function(best.value - minimum, np)))
-    return min(found)
+        values.append(float(function(best.value - minimum, np)))
+    return min(values)
 
 
-def peer_of(name: str) -> tuple[str, Callable[..., float]] | None:
+def find_peer(name: str) -> tuple[str, Callable[..., float]] | None:
+    """Return the library that has the same algorithm, and the function that runs it, if it is installed."""
     library, run = ("nevergrad", nevergrad) if name == "mu-lambda" else ("evosax", evosax)
     return (library, run) if find_spec(library) else None
 
 
-def spread(values: list[float]) -> str:
+def format_quartiles(values: list[float]) -> str:
+    """Return the median and the quartiles as text."""
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     return f"{middle:.4g} ({low:.3g} to {high:.3g})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=11)
-    parser.add_argument("--evaluations", type=int, default=20_000)
-    parser.add_argument("--strategy", choices=STRATEGIES, action="append")
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--seeds", type=int, default=11, help="number of seeds (default 11)")
+    parser.add_argument("--evaluations", type=int, default=20_000, help="evaluations of each run (default 20000)")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, action="append", help="a strategy; give it several times for more"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="run no other library")
+    parser.add_argument("--json", action="store_true", help="print all values as one JSON object in the last line")
     arguments = parser.parse_args()
     generations = arguments.evaluations // POPULATION
     print(f"{DIMENSIONS} dimensions, {arguments.evaluations} evaluations, medians of {arguments.seeds} seeds")
     print(f"{'':12} {'function':12} {'here':>30} {'peer':>30} {'ratio':>8}")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in arguments.strategy or STRATEGIES:
-        strategy, peer, wins = STRATEGIES[name], None if arguments.no_peers else peer_of(name), 0
+        strategy, peer, wins = STRATEGIES[name], None if arguments.no_peers else find_peer(name), 0
         for label, function in FUNCTIONS.items():
             began, seeds = time.perf_counter(), range(arguments.seeds)
-            values = [ours(strategy, function, seed, generations) for seed in seeds]
-            line, row = f"{name:12} {label:12} {spread(values):>30}", {"here": values}
+            values = [germline(strategy, function, seed, generations) for seed in seeds]
+            line, row = f"{name:12} {label:12} {format_quartiles(values):>30}", {"here": values}
             if peer is not None:
                 others = [peer[1](name, function, seed, generations) for seed in seeds]
                 ratio = float(np.median(values) / np.median(others))
                 wins += ratio <= 1
                 row |= {"peer": others}
-                line += f" {spread(others):>30} {ratio:8.2f}  {peer[0]}"
-            found[f"{name} {label}"] = row
+                line += f" {format_quartiles(others):>30} {ratio:8.2f}  {peer[0]}"
+            results[f"{name} {label}"] = row
             print(f"{line}   ({time.perf_counter() - began:.0f} s)", flush=True)
         if peer is not None:
-            print(f"{name:12} at least as good on {wins} of 3, wanted 2{'' if wins >= 2 else '  (missed)'}")
+            print(f"{name:12} at least as good on {wins} of 3, goal 2{'' if wins >= 2 else '  (missed)'}")
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The accuracy tables of the Hybrid-ES paper (Bartolo), run again: variants, intervals and sigmas beside its figures.
+"""The accuracy tables of the Hybrid-ES paper (Bartolo), repeated: variants, intervals and sigmas, and its figures.
 
     python benchmarks/hybrid_es.py [--seeds 3] [--runs DIR] [--only NAME ...] [--device D] [--jobs N]
     python benchmarks/hybrid_es.py --table | --figures FILE | --convnet
 
-Each row is ``germline train hybrid-es-mnist`` with the settings given, once for each seed; a run that was interrupted
-goes on, and one that has ended is not run again, so this can be stopped and started at any time. ``--table`` prints
-what there is and runs nothing. Figures are medians of the seeds, train and dev accuracy in percent.
+Each row is ``germline train hybrid-es-mnist`` with some settings, once for each seed. A run that was interrupted is
+resumed, and one that has ended is not run again, so this can be stopped and started at any time. ``--table`` prints the
+rows whose runs have ended and runs nothing. Figures are medians of the seeds, train and dev accuracy in percent.
 """
 
 import argparse
@@ -26,6 +26,8 @@ STEPS = 1500  # 30 epochs of 50
 
 @dataclass(frozen=True)
 class Row:
+    """A row of the table: settings, and the published accuracy in percent."""
+
     name: str
     settings: tuple[str, ...]
     published: tuple[float, float] | None = None  # train and dev
@@ -74,12 +76,12 @@ ROWS = [
 ]
 
 
-def path_of(row: Row, seed: int, runs: Path) -> Path:
+def run_path(row: Row, seed: int, runs: Path) -> Path:
     return runs / f"{row.name}-{seed}"
 
 
-def known(path: Path) -> dict[str, Any] | None:
-    """What a run came to, if it has ended."""
+def read_outcome(path: Path) -> dict[str, Any] | None:
+    """Return the outcome of a run, or None if it has not ended."""
     if not (path / "journal.sqlite").is_file():
         return None
     journal = Journal.open(path, read_only=True)
@@ -89,31 +91,33 @@ def known(path: Path) -> dict[str, Any] | None:
 
 
 def run(row: Row, seed: int, runs: Path, device: str) -> dict[str, Any]:
-    path = path_of(row, seed, runs)
-    found = known(path)
-    if found is None:
-        given = [word for setting in row.settings for word in ("--set", setting)]
-        new = ["train", "hybrid-es-mnist", *given, "--seed", str(seed), "--runs", str(runs), "--name", path.name]
+    """Run a row with one seed, unless that has ended, and return its outcome."""
+    path = run_path(row, seed, runs)
+    outcome = read_outcome(path)
+    if outcome is None:
+        options = [word for setting in row.settings for word in ("--set", setting)]
+        new = ["train", "hybrid-es-mnist", *options, "--seed", str(seed), "--runs", str(runs), "--name", path.name]
         command = ["resume", str(path)] if path.exists() else new
         command = [sys.executable, "-m", "germline", *command, "--device", device, "--json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        found = known(path)
-        assert found is not None
-    return found
+        outcome = read_outcome(path)
+        assert outcome is not None
+    return outcome
 
 
-def line(row: Row, outcomes: list[dict[str, Any]]) -> str:
+def format_row(row: Row, outcomes: list[dict[str, Any]]) -> str:
+    """Return a line of the table."""
     parts = [f"{row.name:24}"]
     for name, published in zip(("train_accuracy", "dev_accuracy"), row.published or (None, None), strict=True):
         values = [100 * one["metrics"][name] for one in outcomes]
-        said = f"{statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f})"
-        parts.append(f"{said:26} {f'{published:.2f}' if published else '':>6}")
+        accuracy = f"{statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f})"
+        parts.append(f"{accuracy:26} {f'{published:.2f}' if published else '':>6}")
     parts.append(f"{statistics.median(one['seconds'] for one in outcomes):7.1f} s   {' '.join(row.settings)}")
     return "  ".join(parts)
 
 
-def convnet(runs: Path) -> None:
-    """Accuracy of the convolutional net, and of ten samples how many improve on the step without a shift."""
+def show_convnet(runs: Path) -> None:
+    """Print the accuracy of the convolutional net, and how many of ten samples improve on the step without a shift."""
     path = runs / "convnet"
     if not path.exists():
         new = ["train", "hybrid-es-convnet", "--runs", str(runs), "--name", path.name, "--json"]
@@ -128,8 +132,8 @@ def convnet(runs: Path) -> None:
     print(f"{statistics.mean(better):.2f} on average, at least one in {sum(map(bool, better))} of {len(better)}")
 
 
-def draw(runs: Path, file: Path) -> None:
-    """Norms of successive gradients and angles between them: the paper's figures 2 and 3, 4 and 5, 9 and 10."""
+def draw_gradients(runs: Path, file: Path) -> None:
+    """Draw norms of successive gradients and angles between them: the paper's figures 2 and 3, 4 and 5, 9 and 10."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 9), layout="constrained")
@@ -148,21 +152,25 @@ def draw(runs: Path, file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--runs", type=Path, default=Path("runs/hybrid-es"))
-    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME")
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/hybrid-es"), help="the folder of the runs")
+    parser.add_argument(
+        "--only", nargs="+", choices=[row.name for row in ROWS], metavar="NAME", help="run only these rows"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--table", action="store_true", help="what there is, without running anything")
-    parser.add_argument("--convnet", action="store_true", help="the convolutional net instead, and no more")
-    parser.add_argument("--figures", type=Path, metavar="FILE", help="draw gradients of the runs there are, no more")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--table", action="store_true", help="print the rows that have ended, and run nothing")
+    parser.add_argument("--convnet", action="store_true", help="run the convolutional net instead")
+    parser.add_argument(
+        "--figures", type=Path, metavar="FILE", help="draw the gradients of runs that have ended, and run nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print all metrics as one JSON object in the last line")
     arguments = parser.parse_args()
     if arguments.convnet:
-        convnet(arguments.runs)
+        show_convnet(arguments.runs)
         return
     if arguments.figures is not None:
-        draw(arguments.runs, arguments.figures)
+        draw_gradients(arguments.runs, arguments.figures)
         return
     rows = [row for row in ROWS if arguments.only is None or row.name in arguments.only]
     print(f"{'':24}  {'train':26} {'paper':>6}  {'dev':26} {'paper':>6}")
@@ -170,16 +178,16 @@ def main() -> None:
 
     def outcome(row: Row, seed: int) -> dict[str, Any] | None:
         if arguments.table:
-            return known(path_of(row, seed, arguments.runs))
+            return read_outcome(run_path(row, seed, arguments.runs))
         return run(row, seed, arguments.runs, arguments.device)
 
     with ThreadPoolExecutor(arguments.jobs) as jobs:
         waiting = [(row, [jobs.submit(outcome, row, seed) for seed in range(arguments.seeds)]) for row in rows]
         for row, seeds in waiting:
-            outcomes = [found for one in seeds if (found := one.result()) is not None]
+            outcomes = [result for seed in seeds if (result := seed.result()) is not None]
             if outcomes:
-                results[row.name] = [one["metrics"] for one in outcomes]
-                print(line(row, outcomes), flush=True)
+                results[row.name] = [outcome["metrics"] for outcome in outcomes]
+                print(format_row(row, outcomes), flush=True)
     if arguments.json:
         print(json.dumps(results))
 

@@ -1,4 +1,4 @@
-"""The peak memory of a run of every strategy on a network of 3,274,634 parameters, each in a process of its own.
+"""The peak memory of a run of every strategy on a network of 3,274,634 parameters, each in a separate process.
 
     python benchmarks/memory.py [--generations 3] [--json]
 
@@ -21,10 +21,10 @@ from germline.genome import Genome
 from germline.run import peak_memory
 from germline.strategies import STRATEGIES
 
-WANTED = 24e9
+LIMIT = 24e9
 
 
-def net() -> nn.Module:
+def build_net() -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -32,37 +32,39 @@ def net() -> nn.Module:
     )
 
 
-def one(name: str, generations: int) -> None:
-    """A short run, then its peak memory in bytes."""
+def measure(name: str, generations: int) -> None:
+    """Train for a short time, and print the peak memory in bytes."""
     torch.manual_seed(0)
     data = (torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,)))
     with tempfile.TemporaryDirectory() as directory:
         settings = {"loss": F.cross_entropy, "strategy": STRATEGIES[name](), "batch_size": 16}
-        gl.train(net(), data, generations=generations, run=Path(directory) / "run", **settings)
+        gl.train(build_net(), data, generations=generations, run=Path(directory) / "run", **settings)
     print(peak_memory())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--generations", type=int, default=3)
-    parser.add_argument("--only", choices=STRATEGIES, help="this strategy, in this process")
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--generations", type=int, default=3, help="generations of each run (default 3)")
+    parser.add_argument("--only", choices=STRATEGIES, help="train only this strategy, in this process")
+    parser.add_argument(
+        "--json", action="store_true", help="print all numbers of bytes as one JSON object in the last line"
+    )
     arguments = parser.parse_args()
     if arguments.only:
-        one(arguments.only, arguments.generations)
+        measure(arguments.only, arguments.generations)
         return
-    print(f"{Genome.from_module(net()).size:,} parameters, {arguments.generations} generations")
-    found = {}
+    print(f"{Genome.from_module(build_net()).size:,} parameters, {arguments.generations} generations")
+    peaks = {}
     for name in STRATEGIES:
         command = [sys.executable, __file__, "--only", name, "--generations", str(arguments.generations)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found[name] = int(done.stdout.split()[-1])
-        verdict = "" if found[name] < WANTED else "  (more than 24 GB)"
+        peaks[name] = int(done.stdout.split()[-1])
+        verdict = "" if peaks[name] < LIMIT else "  (more than 24 GB)"
         print(
-            f"{name:12} population {STRATEGIES[name]().population:4} {found[name] / 1e9:6.2f} GB{verdict}", flush=True
+            f"{name:12} population {STRATEGIES[name]().population:4} {peaks[name] / 1e9:6.2f} GB{verdict}", flush=True
         )
     if arguments.json:
-        print(json.dumps(found))
+        print(json.dumps(peaks))
 
 
 if __name__ == "__main__":

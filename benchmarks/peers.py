@@ -73,7 +73,7 @@ class LSTM(nn.Module):
 
 
 def network(work: Work) -> nn.Module:
-    """The network that every peer starts from, as torch initializes it."""
+    """Return the network that every peer starts from, as torch initializes it."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return build(work).requires_grad_(False)
@@ -93,7 +93,7 @@ def build(work: Work) -> nn.Module:
 
 
 def batch(work: Work) -> tuple[Any, Any]:
-    """The shared examples: standard normal inputs, and as targets classes, or one number each for the LSTM."""
+    """Return the shared examples: standard normal inputs, and as targets classes, or one number each for the LSTM."""
     rng = np.random.default_rng(0)
     shape = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (STEPS, 1)}[work.kind]
     x = rng.standard_normal((work.batch, *shape), np.float32)
@@ -106,19 +106,19 @@ def batch(work: Work) -> tuple[Any, Any]:
 
 
 def jax_parameters(work: Work) -> list[Any]:
-    """Weights and biases in turn, a weight as (in, out) or (height, width, in, out), which is how JAX is fastest."""
+    """Return weights and biases in turn, a weight as (in, out) or (height, width, in, out): JAX is fastest so."""
     jnp = import_module("jax.numpy")
     order = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
     return [jnp.asarray(w.permute(order[w.ndim]).numpy().copy()) for w in network(work).parameters()]
 
 
 def jax_loss(work: Work, tuned: bool) -> Callable[[list[Any]], Any]:
-    """The loss of one member."""
+    """Return the function that computes the loss of one member."""
     jax, jnp, optax = import_module("jax"), import_module("jax.numpy"), import_module("optax")
     x, y = (jnp.asarray(part) for part in batch(work))
 
     def convolve(x: Any, weight: Any) -> Any:
-        """A convolution, when tuned as patches times a matrix: several times as fast as XLA's own on a CPU."""
+        """Return a convolution, when tuned as patches times a matrix: several times as fast as XLA's own on a CPU."""
         if not tuned:
             names = ("NHWC", "HWIO", "NHWC")
             return jax.lax.conv_general_dilated(x, weight, (1, 1), "VALID", dimension_numbers=names)
@@ -204,7 +204,10 @@ def evosax(work: Work, tuned: bool) -> Generation:
 
 
 def torch_losses(work: Work, tuned: bool, forward: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The losses of a population, (P, N) to (P,), where ``forward`` takes one member's parameters and the inputs."""
+    """Return the function from a population, (P, N), to its losses, (P,).
+
+    ``forward`` takes one member's parameters and the inputs.
+    """
     x, y = (torch.from_numpy(part) for part in batch(work))
     criterion = F.mse_loss if work.kind == "lstm" else F.cross_entropy
     losses = vmap(lambda parameters: criterion(forward(parameters, x), y))
@@ -269,7 +272,7 @@ TUNED = ", tuned"
 
 
 def available() -> list[str]:
-    """The peers whose library is installed, as documented and tuned."""
+    """Return the peers whose library is installed, as documented and tuned."""
     installed = [name for name in LIBRARIES if find_spec(name)]
     return [*installed, *(name + TUNED for name in installed)]
 
@@ -280,11 +283,13 @@ def peer(name: str, work: Work) -> Generation:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", choices=get_args(Kind), default="mlp")
-    parser.add_argument("--population", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[784, 300, 10], help="of the MLP's layers")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--work", choices=get_args(Kind), default="mlp", help="the network (default mlp)")
+    parser.add_argument("--population", type=int, default=256, help="members of a generation (default 256)")
+    parser.add_argument("--batch", type=int, default=256, help="examples of a batch (default 256)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[784, 300, 10], help="sizes of the MLP's layers (default 784 300 10)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="generations that are timed (default 5)")
     arguments = parser.parse_args()
     work = Work(arguments.work, arguments.population, arguments.batch, tuple(arguments.sizes))
     torch.set_num_threads(os.cpu_count() or 1)

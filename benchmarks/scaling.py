@@ -1,13 +1,17 @@
-"""Weak and strong scaling of each exchange on DarwiNN's networks, in one and two processes, by way of a thin network.
+"""Weak and strong scaling of each exchange on DarwiNN's networks: measured in two processes, and predicted for many.
 
     sudo python benchmarks/scaling.py                        all three nets; about ten minutes
     sudo python benchmarks/scaling.py --net mnist-3m --limit none --limit 10mbit
+    python benchmarks/scaling.py --predict RECIPE --plot FILE [--limit 100mbit]
 
-Two network namespaces stand for two hosts, with a link of 1 Gbit/s, 100 Mbit/s and 10 Mbit/s between them, or as fast
-as it gets. A process is one thread. E_w = t1 / tN, where each process has as many members as the one, and
-E_s = t1 / (N tN), where all together have as many. Beside each time stands what ``germline plan`` predicts from rates
-measured in the same run, and the part of the time in which noise is made. Bytes are those that a process sends or
-receives, the larger, and those that have left its interface.
+Two network namespaces stand for two hosts, with a link of 1 Gbit/s, 100 Mbit/s or 10 Mbit/s between them, or without a
+limit. A process has one thread. E_w = t1 / tN, where each process has as many members as the one, and
+E_s = t1 / (N tN), where all of them together have as many. Each time is printed next to what ``germline plan`` predicts
+from rates measured in the same run, and next to the part of the time that goes into noise. Bytes are those that a
+process sends or receives, whichever are more, and those that have left its interface.
+
+``--predict`` draws both efficiencies against the number of workers, in the form of DarwiNN's figure 2, from the rates
+of one core: without a limit, and over a network of ``--limit``.
 """
 
 import argparse
@@ -20,40 +24,147 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-os.environ["OMP_NUM_THREADS"] = "1"
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from germline import costs, trainer
+from germline import trainer
+from germline.costs import LOOPBACK, MODES, Network, Rates, format_seconds, measure_rates, predict_cost
+from germline.errors import BadInput
 from germline.fleet import SPMD, Local, launched
 from germline.fleet.exchange import Mode
-from germline.recipes import make
+from germline.recipes import make_recipe
 from germline.recipes.recipe import Recipe
+from germline.strategies import AnyStrategy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NETS = {"mnist-3m": 128, "cif-900k": 32, "cif-8m": 8}  # and the examples of a batch
 LIMITS = ("none", "1gbit", "100mbit", "10mbit")
-MODES: tuple[Mode, ...] = ("replay", "chromosome", "semi", "central")
 HOSTS = {"germlineA": "10.77.9.1", "germlineB": "10.77.9.2"}
 WIRE = "wire"
 PORT = "29871"
-TURNS, SLOW = 5, 5.0  # generations that are timed; of those that take so many seconds only one is
+TURNS, SLOW = 5, 5.0  # generations that are timed; only one of those that take longer than this number of seconds
+
+WORKERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+FULL = 96  # workers that have the stated number of members each in strong scaling
+CURVES: dict[Mode, tuple[str, str]] = {
+    "replay": ("replay", "#0072b2"),
+    "chromosome": ("chromosome (CU)", "#d55e00"),
+    "semi": ("semi (SU)", "#009e73"),
+}
 
 
-def recipe_of(net: str, population: int) -> Recipe:
+def weak_efficiency(
+    rates: Rates,
+    strategy: AnyStrategy,
+    parameters: int,
+    members_per_worker: int,
+    mode: Mode,
+    workers: int,
+    network: Network,
+) -> float | None:
+    """Return t1 / tN, where the population grows with the workers (DarwiNN's E_w)."""
+    alone = predict_cost(rates, strategy, parameters, members_per_worker, mode, 1, network)
+    shared = predict_cost(rates, strategy, parameters, members_per_worker * workers, mode, workers, network)
+    return None if alone is None or shared is None else alone.seconds / shared.seconds
+
+
+def strong_efficiency(
+    rates: Rates, strategy: AnyStrategy, parameters: int, population: int, mode: Mode, workers: int, network: Network
+) -> float | None:
+    """Return t1 / (N tN), where the population stays the same (DarwiNN's E_s)."""
+    alone = predict_cost(rates, strategy, parameters, population, mode, 1, network)
+    shared = predict_cost(rates, strategy, parameters, population, mode, workers, network)
+    return None if alone is None or shared is None else alone.seconds / (workers * shared.seconds)
+
+
+def draw_efficiencies(
+    rates: Rates,
+    strategy: AnyStrategy,
+    parameters: int,
+    populations: Sequence[int] = (8, 32, 128),
+    workers: Sequence[int] = WORKERS,
+    networks: Sequence[Network] = (Network(LOOPBACK), Network(12.5e6)),
+) -> "Figure":
+    """Draw weak and strong scaling efficiency against the number of workers, in the form of DarwiNN's figure 2.
+
+    The columns are networks, the colors exchanges, the styles members per worker. In strong scaling the population is
+    what gives 96 workers that many members each. Chromosome updates may scale better than 1: they share the part of an
+    update that does not depend on the population.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+        from matplotlib.ticker import NullLocator
+    except ImportError:
+        raise BadInput("A figure needs matplotlib: pip install 'germline[report]'.") from None
+    styles: tuple[Any, ...] = ("-", "--", ":", "-.")
+    curves = {
+        mode: curve
+        for mode, curve in CURVES.items()
+        if predict_cost(rates, strategy, parameters, 1, mode, 1, networks[0]) is not None
+    }
+    figure = Figure(figsize=(5.5 * len(networks), 8), layout="constrained")
+    axes = figure.subplots(2, len(networks), squeeze=False, sharex=True, sharey=True)
+    highest = 1.0
+    for column, network in enumerate(networks):
+        for (mode, (_, color)), (i, members) in itertools.product(curves.items(), enumerate(populations)):
+            look: dict[str, Any] = {"color": color, "linestyle": styles[i % len(styles)], "lw": 1.6}
+            for row, efficiency, size in ((0, weak_efficiency, members), (1, strong_efficiency, members * FULL)):
+                values = [efficiency(rates, strategy, parameters, size, mode, n, network) or 0.0 for n in workers]
+                axes[row][column].plot(workers, values, **look)
+                highest = max(highest, *values)
+        limit = network.describe()
+        axes[0][column].set_title("network without a limit" if limit == "no limit" else f"network of {limit}")
+        axes[1][column].set_xlabel("workers N")
+    axes[0][0].set_ylabel("weak scaling efficiency  $t_1 / t_N$")
+    axes[1][0].set_ylabel("strong scaling efficiency  $t_1 / (N\\, t_N)$")
+    marks = [n for n in (1, 4, 16, 64, 96, 256, 1024) if min(workers) <= n <= max(workers)]
+    for axis in axes.flat:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(marks, [str(n) for n in marks])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_ylim(0, 1.05 * highest)
+        axis.grid(alpha=0.3)
+    colors = [Line2D([], [], color=color, lw=2, label=name) for name, color in curves.values()]
+    labels = [f"{n} members per worker; {n * FULL} in all in strong scaling" for n in populations]
+    dashes = [Line2D([], [], color="#444444", linestyle=styles[i % 4], label=label) for i, label in enumerate(labels)]
+    for short, long in ((colors, dashes), (dashes, colors)):  # of equal length, so that each is a column
+        short += [Line2D([], [], linestyle="", label=" ") for _ in long[len(short) :]]
+    figure.legend(handles=colors + dashes, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"{strategy.name}, {parameters:,} parameters, {format_seconds(rates.member_seconds)} a member")
+    return figure
+
+
+def predict(name: str, limits: Sequence[str], plot: Path) -> None:
+    """Draw the efficiencies of a recipe from the rates of one core of this machine."""
+    recipe = make_recipe(name, {}, 0)
+    rates = measure_rates(recipe, recipe.strategy, "cpu")
+    networks = [Network.parse("none"), *(Network.parse(limit) for limit in limits if limit != "none")]
+    draw_efficiencies(rates, recipe.strategy, count_parameters(recipe), networks=networks).savefig(plot)
+    print(plot)
+
+
+def count_parameters(recipe: Recipe) -> int:
+    return sum(p.numel() for p in recipe.model.parameters())
+
+
+def scaled_recipe(net: str, population: int) -> Recipe:
+    """Return the recipe of a net on a few synthetic images, with another population."""
     batch = NETS[net]
-    made = make(net, {"data": "synthetic", "batch_size": str(batch), "examples": str(4 * batch)}, 0)
-    strategy: Any = made.strategy
-    return dataclasses.replace(made, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
+    recipe = make_recipe(net, {"data": "synthetic", "batch_size": str(batch), "examples": str(4 * batch)}, 0)
+    strategy: Any = recipe.strategy
+    return dataclasses.replace(recipe, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
 
 
-def timed(recipe: Recipe, fleet: Local, limits: list[str]) -> dict[str, dict[str, float]]:
-    """Of a generation at each limit: seconds, of which so many go into noise, and bytes of this process.
+def time_generations(recipe: Recipe, fleet: Local, limits: list[str]) -> dict[str, dict[str, float]]:
+    """Return, for each limit, the seconds of a generation, those that go into noise, and the bytes of this process.
 
-    The limits take turns, so that what else goes on in the machine falls on all of them.
+    The limits take turns, so that other work on this machine falls on all of them.
     """
     core, _, _, batch = trainer.set_up(recipe, fleet, 0)
     core.prepare(batch)
@@ -67,91 +178,99 @@ def timed(recipe: Recipe, fleet: Local, limits: list[str]) -> dict[str, dict[str
         if turn and min(seconds[rate]) > SLOW:
             continue
         if fleet.rank == 0 and fleet.size > 1:
-            limit(rate)
+            set_limit(rate)
         fleet.all(True)
         fleet.traffic()
         before, began, number = sent_by_interface(), time.perf_counter(), number + 1
         core.advance(core.evaluate(number, batch))
-        fleet.all(True)  # what was sent has arrived
+        fleet.all(True)  # all messages have arrived
         seconds[rate].append(fleet.told(time.perf_counter() - began))
         moved[rate] = float(max(fleet.traffic())), float(sent_by_interface() - before)
-    found = {rate: {"seconds": statistics.median(some), "noise": noise} for rate, some in seconds.items()}
-    return {rate: one | dict(zip(("moved", "interface"), moved[rate], strict=True)) for rate, one in found.items()}
+    return {
+        rate: {
+            "seconds": statistics.median(seconds[rate]),
+            "noise": noise,
+            "moved": moved[rate][0],
+            "interface": moved[rate][1],
+        }
+        for rate in limits
+    }
 
 
 def noise_seconds(core: Any, fleet: Local) -> float:
-    """Of this process: the noise of its members, and of its part of the update."""
+    """Return the seconds in which this process makes the noise of its members and of its part of the update."""
     population, size = core.strategy.population, core.genome.size
     share = population // fleet.size
     mode = core.update.mode if core.update is not None else "replay"
     members = share if mode == "semi" else population
     columns = size // fleet.size if mode == "chromosome" else size
-    few, everybody = core.noise.members(np.arange(4), 1), core.noise.members(np.arange(members), 1)
+    few, many = core.noise.members(np.arange(4), 1), core.noise.members(np.arange(members), 1)
     weights, out = np.arange(members), core.state.theta.new_empty(4, size)
-    perturb: float = best(lambda: few.perturb(core.state.theta, 0.02, out=out)) / 4 * share
-    return perturb + best(lambda: everybody.weighted_sum(weights, (0, columns)))
+    perturb: float = least_seconds(lambda: few.perturb(core.state.theta, 0.02, out=out)) / 4 * share
+    return perturb + least_seconds(lambda: many.weighted_sum(weights, (0, columns)))
 
 
-def best(work: Callable[[], object]) -> float:
-    found = []
+def least_seconds(work: Callable[[], object]) -> float:
+    """Return the shortest of four times that some work takes."""
+    times = []
     for _ in range(4):
         began = time.perf_counter()
         work()
-        found.append(time.perf_counter() - began)
-    return min(found)
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def sent_by_interface() -> int:
-    """Bytes that have left this namespace, where there is a link to another."""
+    """Return the bytes that have left this namespace, or 0 where there is no link to another."""
     counters = Path(f"/sys/class/net/{WIRE}/statistics/tx_bytes")
     return int(counters.read_text()) if counters.is_file() else 0
 
 
-def measured(recipe: Recipe, fleet: Local) -> dict[str, float]:
-    """The rates of both processes at once, as they work."""
-    found = dataclasses.asdict(costs.measure(recipe, recipe.strategy, "cpu"))
+def measure_together(recipe: Recipe, fleet: Local) -> dict[str, float]:
+    """Return the rates of this process while the other one is measured, too."""
+    rates = dataclasses.asdict(measure_rates(recipe, recipe.strategy, "cpu"))
     fleet.all(True)
-    return found
+    return rates
 
 
-def work(nets: list[str], limits: list[str], members: int) -> dict[str, Any]:
-    """What each of two processes does; the first also what one process does alone, while the other waits."""
-    found: dict[str, Any] = {}
+def measure_nets(nets: list[str], limits: list[str], members: int) -> dict[str, Any]:
+    """Measure all exchanges in each of two processes; the first one also measures one process on its own."""
+    results: dict[str, Any] = {}
     fleet = SPMD(device="cpu", timeout=1200)
     for net in nets:
-        both = recipe_of(net, 2 * members)
+        both = scaled_recipe(net, 2 * members)
         if fleet.rank == 0:
-            found[net] = {
-                "one": timed(recipe_of(net, members), Local("cpu", 1), ["none"])["none"]["seconds"],
-                "all": timed(both, Local("cpu", 1), ["none"])["none"]["seconds"],
+            results[net] = {
+                "one": time_generations(scaled_recipe(net, members), Local("cpu", 1), ["none"])["none"]["seconds"],
+                "all": time_generations(both, Local("cpu", 1), ["none"])["none"]["seconds"],
             }
         fleet.all(True)
         exchanges, rates = {}, {}
         for mode in MODES:
-            before = measured(both, fleet)
-            exchanges[mode] = timed(both, SPMD(mode, device="cpu", timeout=1200), limits)
-            after = measured(both, fleet)
+            before = measure_together(both, fleet)
+            exchanges[mode] = time_generations(both, SPMD(mode, device="cpu", timeout=1200), limits)
+            after = measure_together(both, fleet)
             rates[mode] = {name: type(value)((value + after[name]) / 2) for name, value in before.items()}
         if fleet.rank == 0:
-            found[net] |= {"exchanges": exchanges, "rates": rates}
+            results[net] |= {"exchanges": exchanges, "rates": rates}
             print(f"{net}: done", file=sys.stderr, flush=True)
-    return found
+    return results
 
 
-def processes(arguments: list[str]) -> dict[str, Any]:
-    """Two of them, each in a namespace of its own; what the first has found."""
+def run_processes(arguments: list[str]) -> dict[str, Any]:
+    """Run two processes, each in its own namespace, and return the results of the first."""
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": HOSTS["germlineA"], "MASTER_PORT": PORT}
-    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     started = []
     for rank, host in enumerate(HOSTS):
         command = ["ip", "netns", "exec", host, sys.executable, __file__, "--worker", *arguments]
-        mine = environment | {"RANK": str(rank)}
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=mine))
+        own = environment | {"RANK": str(rank)}
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own))
     outputs = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit("a process has failed")
-    found: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
-    return found
+    results: dict[str, Any] = json.loads(outputs[0].splitlines()[-1])
+    return results
 
 
 def shell(*words: str) -> None:
@@ -159,6 +278,7 @@ def shell(*words: str) -> None:
 
 
 def connect() -> None:
+    """Create two namespaces with a link between them."""
     disconnect()
     a, b = HOSTS
     for host in HOSTS:
@@ -170,7 +290,8 @@ def connect() -> None:
             shell("ip", "-n", host, "link", "set", device, "up")
 
 
-def limit(rate: str) -> None:
+def set_limit(rate: str) -> None:
+    """Limit the bandwidth of the link."""
     for host in HOSTS:
         subprocess.run(["tc", "-n", host, "qdisc", "del", "dev", WIRE, "root"], capture_output=True)
         if rate != "none":
@@ -179,60 +300,71 @@ def limit(rate: str) -> None:
 
 
 def disconnect() -> None:
+    """Delete the namespaces."""
     for host in HOSTS:
         subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def report(limits: list[str], members: int, found: dict[str, Any]) -> None:
-    for net, one in found.items():
-        strategy, rates = recipe_of(net, 2 * members).strategy, one["rates"]
-        parameters = sum(p.numel() for p in recipe_of(net, 2).model.parameters())
-        alone, whole = one["one"], one["all"]
+def report(limits: list[str], members: int, results: dict[str, Any]) -> None:
+    """Print a table for each net."""
+    for net, result in results.items():
+        recipe, exchanges = scaled_recipe(net, 2 * members), result["exchanges"]
+        parameters, one, both = count_parameters(recipe), result["one"], result["all"]
         print(f"\n{net}: {parameters:,} parameters, {members} members a process, batches of {NETS[net]}")
-        print(f"  one process: {alone:.3f} s, with the members of two {whole:.3f} s")
+        print(f"  one process: {one:.3f} s, with the members of two {both:.3f} s")
         print("  limit    exchange      seconds   plan  ratio   E_w   E_s  noise          moved      interface")
         for rate, mode in itertools.product(limits, MODES):
-            here = one["exchanges"][mode][rate]
-            seconds, network = here["seconds"], costs.Network.parse(rate)
-            predicted = costs.cost(costs.Rates(**rates[mode]), strategy, parameters, 2 * members, mode, 2, network)
-            assert predicted is not None
+            row, rates = exchanges[mode][rate], Rates(**result["rates"][mode])
+            cost = predict_cost(rates, recipe.strategy, parameters, 2 * members, mode, 2, Network.parse(rate))
+            assert cost is not None
+            seconds = row["seconds"]
             print(
-                f"  {rate:8} {mode:11} {seconds:9.3f} {predicted.seconds:6.3f} {seconds / predicted.seconds:6.2f}"
-                f" {alone / seconds:5.2f} {whole / seconds / 2:5.2f} {here['noise'] / seconds:6.1%}"
-                f" {here['moved']:12,.0f} B {here['interface']:12,.0f} B"
+                f"  {rate:8} {mode:11} {seconds:9.3f} {cost.seconds:6.3f} {seconds / cost.seconds:6.2f}"
+                f" {one / seconds:5.2f} {both / seconds / 2:5.2f} {row['noise'] / seconds:6.1%}"
+                f" {row['moved']:12,.0f} B {row['interface']:12,.0f} B"
             )
-        first = {mode: one["exchanges"][mode][limits[0]] for mode in MODES}
+        first = {mode: exchanges[mode][limits[0]] for mode in MODES}
         halves = first["chromosome"]["moved"] / first["semi"]["moved"]
         part = first["replay"]["moved"] / first["chromosome"]["moved"]
-        print(f"  chromosome moves {halves:.2f} of semi (wanted 0.5), replay {part:.6f} of chromosome (wanted 0.001)")
-        kept = first["replay"]["seconds"] / one["exchanges"]["replay"][limits[-1]]["seconds"]
-        print(f"  at {limits[-1]} replay keeps {kept:.2f} of its speed at {limits[0]} (wanted 0.9)")
+        print(f"  chromosome moves {halves:.2f} of semi (goal 0.5), replay {part:.6f} of chromosome (goal 0.001)")
+        speed = first["replay"]["seconds"] / exchanges["replay"][limits[-1]]["seconds"]
+        print(f"  at {limits[-1]} replay has {speed:.2f} of its speed at {limits[0]} (goal 0.9)")
         fastest = min(MODES[:2], key=lambda mode: float(first[mode]["seconds"]))
-        print(f"  two processes are {whole / first[fastest]['seconds']:.2f} times one, by {fastest} (wanted 1.8)")
+        print(f"  two processes are {both / first[fastest]['seconds']:.2f} times one, by {fastest} (goal 1.8)")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", choices=NETS, action="append", help="several times for several")
-    parser.add_argument("--limit", choices=LIMITS, action="append", help="several times for several")
-    parser.add_argument("--members", type=int, default=16, help="of each process")
+    parser.add_argument("--net", choices=NETS, action="append", help="a net to measure; give it several times for more")
+    parser.add_argument("--limit", choices=LIMITS, action="append", help="a bandwidth; give it several times for more")
+    parser.add_argument("--members", type=int, default=16, help="members of each process (default 16)")
+    parser.add_argument("--predict", metavar="RECIPE", help="draw predicted efficiencies of this recipe instead")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where --predict writes its figure")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    nets, limits = given.net or list(NETS), given.limit or list(LIMITS)
+    options = parser.parse_args()
+    if options.predict is not None:
+        if options.plot is None:
+            parser.error("--predict needs --plot FILE")
+        try:
+            predict(options.predict, options.limit or ["100mbit"], options.plot)
+        except BadInput as error:
+            parser.error(str(error))
+        return
+    nets, limits = options.net or list(NETS), options.limit or list(LIMITS)
     warnings.simplefilter("ignore")
-    if given.worker:
-        found = work(nets, limits, given.members)
+    if options.worker:
+        results = measure_nets(nets, limits, options.members)
         if launched().rank == 0:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(results), flush=True)
         return
     arguments = [word for net in nets for word in ("--net", net)]
     arguments += [word for rate in limits for word in ("--limit", rate)]
     connect()
     try:
-        found = processes([*arguments, "--members", str(given.members)])
+        results = run_processes([*arguments, "--members", str(options.members)])
     finally:
         disconnect()
-    report(limits, given.members, found)
+    report(limits, options.members, results)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/soak.py [--minutes 30] [--every 20] [--workers 4] [--seed 0]
 
-Trains ``digits`` with a fleet of local workers; every so many seconds something happens to one of them, or to the
-coordinator itself, which is started again. At the end it is interrupted: whether the result is that of an undisturbed
-run of as many generations in one process, whether every generation is in the journal, how the coordinator's memory
-went, and how long recoveries took. A recovery lasts from a fault to the next generation that is finished after it.
+Trains ``digits`` with a fleet of local workers. Every 20 seconds a fault hits one of them, or the coordinator, which is
+started again. At the end the run is interrupted, and this prints whether its weights are those of an undisturbed run of
+as many generations in one process, whether every generation is in the journal, the coordinator's memory over time, and
+how long recoveries took. A recovery lasts from a fault to the next generation that is finished after it.
 """
 
 import argparse
@@ -35,7 +35,8 @@ EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds
 Process = subprocess.Popen  # of bytes
 
 
-def generations(run: Path) -> int:
+def count_generations(run: Path) -> int:
+    """Return the number of generations in a journal."""
     try:
         with closing(sqlite3.connect(f"file:{run}/journal.sqlite?mode=ro", uri=True)) as connection:
             return int((connection.execute("SELECT generation FROM tip").fetchone() or [-1])[0]) + 1
@@ -44,7 +45,7 @@ def generations(run: Path) -> int:
 
 
 def memory(process: int) -> int:
-    """Bytes that a process holds."""
+    """Return the bytes of memory that a process holds."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
@@ -53,6 +54,8 @@ def memory(process: int) -> int:
 
 @dataclass
 class Soak:
+    """A coordinator and its workers, and the faults they have been through."""
+
     folder: Path
     count: int
     port: int = field(default_factory=free_port)
@@ -66,26 +69,28 @@ class Soak:
     def run(self) -> Path:
         return self.folder / "runs" / "soak"
 
-    def serve(self) -> None:
+    def start_coordinator(self) -> None:
+        """Start the coordinator, or start it again."""
         where = ["--listen", f"127.0.0.1:{self.port}", "--status", f"127.0.0.1:{self.status}"]
         what = [*RUN, "--generations", str(ENDLESS), "--name", "soak"]
-        with (self.folder / "said.txt").open("a") as said, (self.folder / "result.txt").open("w") as result:
+        with (self.folder / "log.txt").open("a") as log, (self.folder / "result.txt").open("w") as result:
             command = [*GERMLINE, "serve", *what, *where, "--runs", str(self.run.parent)]
-            self.coordinator = subprocess.Popen(command, stdout=result, stderr=said)
+            self.coordinator = subprocess.Popen(command, stdout=result, stderr=log)
         self.sizes.append([])
 
-    def join(self) -> "Process[bytes]":
+    def start_worker(self) -> "Process[bytes]":
         command = [*GERMLINE, "worker", f"127.0.0.1:{self.port}", "--recipe", "digits", "--device", "cpu"]
-        with (self.folder / "workers.txt").open("a") as said:
-            return subprocess.Popen([*command, "--workers", "1"], stderr=said)
+        with (self.folder / "workers.txt").open("a") as log:
+            return subprocess.Popen([*command, "--workers", "1"], stderr=log)
 
     def strike(self, fault: str, chance: random.Random) -> None:
+        """Let a fault happen to a random worker, or to the coordinator."""
         place = chance.randrange(self.count)
         victim = self.workers[place]
         if fault == "kill":
             victim.kill()
             victim.wait()
-            self.workers[place] = self.join()
+            self.workers[place] = self.start_worker()
         elif fault == "freeze":
             victim.send_signal(signal.SIGSTOP)
             self.asleep.append((time.monotonic() + chance.uniform(1, 30), victim))
@@ -97,10 +102,10 @@ class Soak:
         else:
             self.coordinator.kill()
             self.coordinator.wait()
-            self.serve()
+            self.start_coordinator()
 
     def wait(self, until: float) -> None:
-        """Until some time, or the end; looks at memory, and wakes up who is to be."""
+        """Wait until some time, or the end; meanwhile note the memory, and wake frozen workers whose time has come."""
         while time.monotonic() < until and self.coordinator.poll() is None:
             self.sizes[-1].append(memory(self.coordinator.pid))
             for when, process in list(self.asleep):
@@ -110,53 +115,56 @@ class Soak:
                         process.send_signal(signal.SIGCONT)
             time.sleep(0.05)
 
-    def recovered(self, began: float, before: int) -> float:
-        while generations(self.run) <= before and self.coordinator.poll() is None:
+    def wait_for_recovery(self, began: float, before: int) -> float:
+        """Wait for the next generation, and return the seconds since the fault."""
+        while count_generations(self.run) <= before and self.coordinator.poll() is None:
             self.wait(time.monotonic() + 0.02)
         return time.monotonic() - began
 
 
-def alone(folder: Path, length: int) -> dict[str, Any]:
+def train_alone(folder: Path, length: int) -> dict[str, Any]:
+    """Train as many generations in one process, and return the summary."""
     command = [*GERMLINE, "train", *RUN, "--generations", str(length)]
     done = subprocess.run(
         [*command, "--runs", str(folder / "isolated")], capture_output=True, text=True, check=True, env=os.environ
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return summary
 
 
 def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Print what became of the run."""
     count = sum(map(len, soak.recoveries.values()))
     print(f"{count} faults: " + ", ".join(f"{name} {len(times)}" for name, times in soak.recoveries.items()))
     same = summary["theta_sha256"] == expected["theta_sha256"]
     print(f"weights: {summary['theta_sha256'][:12]}, {'the same as' if same else 'NOT those'} of one process")
     with closing(sqlite3.connect(soak.run / "journal.sqlite")) as connection:
-        kept = [row[0] for row in connection.execute("SELECT generation FROM record ORDER BY generation")]
-    whole = [g for g in kept if g >= 0] == list(range(summary["generations"]))
-    print(f"generations in the journal: {len(kept)} of {summary['generations']}, {'none' if whole else 'SOME'} lost")
+        written = [row[0] for row in connection.execute("SELECT generation FROM record ORDER BY generation")]
+    whole = [g for g in written if g >= 0] == list(range(summary["generations"]))
+    print(f"generations in the journal: {len(written)} of {summary['generations']}, {'none' if whole else 'SOME'} lost")
     for sizes in soak.sizes:
-        settled = sizes[len(sizes) // 5 :]  # once it has started
-        if len(settled) >= 1000:
-            first, last = (statistics.median(part) for part in (settled[:200], settled[-200:]))
+        steady = sizes[len(sizes) // 5 :]  # once it has started
+        if len(steady) >= 1000:
+            first, last = (statistics.median(part) for part in (steady[:200], steady[-200:]))
             print(f"memory of a coordinator: {first / 1e6:.0f} MB, then {last / 1e6:.0f} MB ({last / first - 1:+.1%})")
     print("recoveries, seconds:")
     for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
-        found = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
-        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in found.items()))
+        counts = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
+        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in counts.items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--every", type=float, default=20.0, help="seconds between faults")
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the run (default 30)")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between faults (default 20)")
+    parser.add_argument("--workers", type=int, default=4, help="number of workers (default 4)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default 0)")
     arguments = parser.parse_args()
     chance = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), arguments.workers)
-        soak.serve()
-        soak.workers = [soak.join() for _ in range(arguments.workers)]
+        soak.start_coordinator()
+        soak.workers = [soak.start_worker() for _ in range(arguments.workers)]
         ends = time.monotonic() + 60 * arguments.minutes
         try:
             while soak.coordinator.poll() is None:
@@ -164,17 +172,17 @@ def main() -> None:
                 if time.monotonic() > ends or soak.coordinator.poll() is not None:
                     break
                 fault = chance.choices(FAULTS, (4, 4, 4, 1))[0]
-                began, before = time.monotonic(), generations(soak.run)
+                began, before = time.monotonic(), count_generations(soak.run)
                 soak.strike(fault, chance)
-                soak.recoveries[fault].append(soak.recovered(began, before))
+                soak.recoveries[fault].append(soak.wait_for_recovery(began, before))
                 print(f"generation {before}: {fault}, {soak.recoveries[fault][-1]:.2f} s", flush=True)
             soak.coordinator.send_signal(signal.SIGINT)
             soak.coordinator.wait(120)  # its memory while it trained is what counts: now it reads all for its report
-            said = (Path(folder) / "result.txt").read_text()
+            output = (Path(folder) / "result.txt").read_text()
             if soak.coordinator.returncode != INTERRUPTED:
-                sys.exit((Path(folder) / "said.txt").read_text()[-2000:])
-            summary = json.loads(said.splitlines()[-1])
-            report(soak, summary, alone(Path(folder), summary["generations"]))
+                sys.exit((Path(folder) / "log.txt").read_text()[-2000:])
+            summary = json.loads(output.splitlines()[-1])
+            report(soak, summary, train_alone(Path(folder), summary["generations"]))
         finally:
             for process in (soak.coordinator, *soak.workers):
                 process.kill()

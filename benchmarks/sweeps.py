@@ -1,9 +1,9 @@
-"""The sweeps by which the recipes' settings were found: each a ``germline sweep``, resumable.
+"""The sweeps by which the recipes' settings were chosen: each is a ``germline sweep``, and can be resumed.
 
     python benchmarks/sweeps.py [NAME ...] [--device D] [--jobs N] [--runs DIR]
 
 Sweeps of ``mnist-mlp`` have about the same cost, population x batch x steps x hidden units, in every row, so that they
-say what two cores can do best in a given time; a card only runs them sooner. Judged by the dev set.
+show what two cores can do best in a given time; a GPU only runs them sooner. Settings are chosen by the dev set.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         *UNET, "--set", "population=64,128", "--set", "recipe.batch_size=8,16", "--set", "sigma=0.02,0.05",
         "--set", "lr=0.03,linear(0.04, 0, 2000)", "--generations", "2000",
     ),
-    # of the same number of pixels
+    # the same number of pixels in squares of other sizes
     "unet-squares": (
         *UNET, "--set", "recipe.crop=64", "--set", "recipe.batch_size=16", "--set", "recipe.steps=1500",
         "--set", "rank=none,4", "--generations", "1500",
@@ -48,7 +48,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         *UNET, "--set", "recipe.crop=32", "--set", "recipe.batch_size=64", "--set", "recipe.steps=1500",
         "--generations", "1500",
     ),
-    # strategies without a step of their own, on the same net
+    # strategies that have no learning rate, on the same net
     "unet-pso": (
         *UNET, "--strategy", "pso", "--set", "sigma=0.1,0.3", "--set", "topology=global,ring",
         "--set", "decay=0.9,0.7", "--generations", "120",
@@ -65,7 +65,7 @@ SWEEPS: dict[str, tuple[str, ...]] = {
         *UNET, "--strategy", "mu-lambda", "--set", "sigma=0.03,0.1", "--set", "plus=true,false",
         "--set", "parents=8,16", "--generations", "120",
     ),
-    # for a card
+    # for a GPU
     "conv": (
         "mnist-conv", "--set", "recipe.steps=1300", "--set", "weight_decay=0,0.1", "--set", "sigma=0.02,0.05",
         "--set", "lr=linear(0.01, 0, 1300),linear(0.02, 0, 1300)", "--generations", "1300", "--metric", "dev_accuracy",
@@ -96,14 +96,14 @@ SWEEPS: dict[str, tuple[str, ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SWEEPS)}; all if none is given")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--runs", type=Path, default=Path("runs/sweeps"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"sweeps to run (default: all of {', '.join(SWEEPS)})")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (default 1)")
+    parser.add_argument("--runs", type=Path, default=Path("runs/sweeps"), help="the folder of the runs")
     arguments = parser.parse_args()
-    unknown_name = [name for name in arguments.names if name not in SWEEPS]
-    if unknown_name:
-        parser.error(f"there is no sweep {unknown_name[0]!r}: choose of {', '.join(SWEEPS)}")
+    unknown = [name for name in arguments.names if name not in SWEEPS]
+    if unknown:
+        parser.error(f"there is no sweep {unknown[0]!r}: choose one of {', '.join(SWEEPS)}")
     for name in arguments.names or SWEEPS:
         where = ["--device", arguments.device, "--jobs", str(arguments.jobs), "--runs", str(arguments.runs)]
         print(f"{name}: germline sweep {' '.join(SWEEPS[name])}", flush=True)

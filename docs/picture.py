@@ -1,4 +1,4 @@
-"""Draws docs/run.png, the picture of the README: a run of digits beside backprop on the same net.
+"""Draw docs/run.png, the picture of the README: a run of digits compared with backprop on the same net.
 
 python docs/picture.py
 """
@@ -10,13 +10,13 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from germline import Local, trainer
-from germline.recipes import make
+from germline.recipes import make_recipe
 from germline.stopping import Stop
 
 
 def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
-    """Seconds of training and accuracy on the dev set."""
-    recipe = make("digits", {}, seed=0)
+    """Train digits by a strategy, and return pairs of seconds of training and accuracy on the dev set."""
+    recipe = make_recipe("digits", {}, seed=0)
     if strategy != recipe.strategy.name:
         recipe = dataclasses.replace(recipe, strategy=recipe.others[strategy])
     training = trainer.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})

@@ -1,7 +1,7 @@
-"""Several ways to train one recipe under one budget: their runs, a table with medians and quartiles, and a report.
+"""Comparisons of several ways to train one recipe under one budget: their runs, a table of medians, and a report.
 
-Every run is a process of its own, ``germline train``, so that its memory is its own, too. All are kept in one folder:
-what was interrupted goes on, and what has ended is not run again.
+Every run is a separate process of ``germline train``, so that its memory can be measured. All runs of a comparison lie
+in one folder: those that were interrupted are resumed, and those that have ended are not run again.
 """
 
 import html
@@ -24,23 +24,29 @@ import numpy as np
 
 from germline.errors import BadInput
 from germline.journal import Journal, write_whole
-from germline.report import embedded, page, table
+from germline.report import NO_CURVES, embed_figure, render_page, render_table
 from germline.run import Row, rows_of
 from germline.stopping import lower_is_better
 
-ABOUT = "about.json"  # what a folder compares
+ABOUT = "about.json"  # the file that says what a folder compares
 POINTS = 200  # of a curve
 AXES = {
     "total_seconds": "seconds of training",
     "total_passes": "forward passes of a batch (a backward pass is two)",
     "total_samples": "samples",
 }
+MEDIANS = ("seconds", "generations", "samples", "peak_memory_bytes", "bytes_sent")
 INTERRUPTED = 130  # exit code
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the ways, by what 'germline train' is given for it."""
+    """One of the ways to train.
+
+    Args:
+        name: The name of the row in the table, and of the runs' directories.
+        arguments: What ``germline train`` is given for it.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -48,7 +54,7 @@ class Variant:
 
 @dataclass
 class Trial:
-    """A variant with one seed: what came of it, or why nothing did."""
+    """A run of a variant with one seed: its results, or why it failed."""
 
     variant: Variant
     seed: int
@@ -59,10 +65,43 @@ class Trial:
     command: str = ""  # that repeats it
     failure: str = ""
 
+    @property
+    def title(self) -> str:
+        return f"{self.variant.name}, seed {self.seed}"
+
+    @property
+    def has_journal(self) -> bool:
+        return (self.path / "journal.sqlite").is_file()
+
+    def load(self) -> bool:
+        """Read the results if the run has ended, and return whether it has."""
+        if not self.has_journal:
+            return False
+        journal = Journal.open(self.path, read_only=True)
+        outcome = journal.outcome()
+        has_ended = outcome is not None and outcome["stopped_by"] != "interrupt"
+        if has_ended:
+            self.outcome, self.rows, self.failure = outcome, rows_of(journal), ""
+            self.batch, self.command = journal.header["batch_size"] or 1, str(journal.header.get("command", ""))
+        journal.close()
+        return has_ended
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """A folder of runs of one recipe; ``common`` is what all of them are given."""
+    """A folder of runs of one recipe.
+
+    Args:
+        folder: The folder of the runs.
+        recipe: The recipe, as journals call it.
+        common: Arguments of ``germline train`` that all runs are given.
+        variants: The ways to train that are compared.
+        seeds: Runs of each variant, with seeds 0, 1, ...
+        jobs: Runs at the same time.
+        say: Shows a line of progress.
+        processes: The processes that were started.
+        interrupted: Set once the user or a run has interrupted the comparison.
+    """
 
     folder: Path
     recipe: str
@@ -75,7 +114,12 @@ class Comparison:
     interrupted: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> list[Trial]:
-        """All that has not been run yet."""
+        """Run all trials that have not ended yet, and return all of them.
+
+        Raises:
+            BadInput: The folder holds runs with other settings.
+            KeyboardInterrupt: The comparison was interrupted; it can be run again to go on.
+        """
         self.claim()
         trials = [
             Trial(variant, seed, self.folder / f"{variant.name}-{seed}")
@@ -89,53 +133,44 @@ class Comparison:
                 self.interrupted.set()
                 for process in self.processes:
                     if process.poll() is None:
-                        process.send_signal(signal.SIGINT)  # it ends after the generation at hand
+                        process.send_signal(signal.SIGINT)  # it ends after its current generation
         if self.interrupted.is_set():
             raise KeyboardInterrupt
         return trials
 
     def claim(self) -> None:
-        """Notes what is compared here; the folder of another comparison is left alone."""
+        """Write down what the folder compares, unless it belongs to another comparison."""
         file = self.folder / ABOUT
         known = json.loads(file.read_text()) if file.is_file() else {"variants": {}}
-        here = {"recipe": self.recipe, "common": list(self.common)}
-        given = {variant.name: list(variant.arguments) for variant in self.variants}
-        other = [name for name, arguments in given.items() if known["variants"].get(name, arguments) != arguments]
-        if other or any(known.get(key, value) != value for key, value in here.items()):
+        own = {"recipe": self.recipe, "common": list(self.common)}
+        variants = known["variants"] | {variant.name: list(variant.arguments) for variant in self.variants}
+        same_variants = all(variants[name] == arguments for name, arguments in known["variants"].items())
+        if not same_variants or any(known.get(key, value) != value for key, value in own.items()):
             raise BadInput(f"{self.folder} holds runs under another budget or other settings: give another --name.")
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**here, "variants": {**known["variants"], **given}}, indent=1).encode())
+        write_whole(file, json.dumps({**own, "variants": variants}, indent=1).encode())
 
     def carry_out(self, trial: Trial) -> None:
-        """Runs a trial to its end, if it has not come there."""
-        if self.interrupted.is_set():
+        """Run a trial to its end, unless it has ended, and read its results."""
+        if self.interrupted.is_set() or trial.load():
             return
-        if not ended(trial.path):
-            place = ["--runs", str(self.folder), "--name", trial.path.name]
-            new = ["train", self.recipe, *trial.variant.arguments, *self.common, "--seed", str(trial.seed), *place]
-            begun = (trial.path / "journal.sqlite").is_file()
-            words = ["resume", str(trial.path)] if begun else new
-            self.say(f"{trial.variant.name}, seed {trial.seed}{': goes on' if begun else ''}")
-            command = [sys.executable, "-m", "germline", *words, "--json"]
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            self.processes.append(process)
-            trial.failure = heard(process, show=self.jobs == 1)
-            if process.returncode == INTERRUPTED:
-                self.interrupted.set()
-                return
-        if ended(trial.path):
-            trial.failure = ""
-            journal = Journal.open(trial.path, read_only=True)
-            trial.rows, trial.outcome = rows_of(journal), journal.outcome()
-            trial.batch, trial.command = journal.header["batch_size"] or 1, str(journal.header.get("command", ""))
-            journal.close()
-        elif self.jobs > 1:  # else it has been shown
-            self.say(f"{trial.variant.name}, seed {trial.seed}: {trial.failure}")
+        resumed = trial.has_journal
+        self.say(f"{trial.title}{': resumed' if resumed else ''}")
+        options = ["--seed", str(trial.seed), "--runs", str(self.folder), "--name", trial.path.name]
+        new = ["train", self.recipe, *trial.variant.arguments, *self.common, *options]
+        command = [sys.executable, "-m", "germline", *(["resume", str(trial.path)] if resumed else new), "--json"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.processes.append(process)
+        trial.failure = wait_for(process, show=self.jobs == 1)
+        if process.returncode == INTERRUPTED:
+            self.interrupted.set()
+        elif not trial.load() and self.jobs > 1:  # with one job the error has been shown
+            self.say(f"{trial.title}: {trial.failure}")
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C interrupts, also where this process was begun by a shell that has it ignored, as with ``&``."""
+    """Let Ctrl-C interrupt this process, also if a shell started it with ``&`` and so had it ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -146,8 +181,13 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def heard(process: "subprocess.Popen[str]", *, show: bool) -> str:
-    """Waits for a run, whose progress is shown if wanted; the last thing it says is why it failed, if it did."""
+def wait_for(process: "subprocess.Popen[str]", *, show: bool) -> str:
+    """Wait until a run ends, and return the last line it has written to standard error: its error, if it failed.
+
+    Args:
+        process: The run.
+        show: Whether its lines are shown as they come.
+    """
     assert process.stderr is not None
     last = ""
     for line in process.stderr:
@@ -158,19 +198,10 @@ def heard(process: "subprocess.Popen[str]", *, show: bool) -> str:
     return last
 
 
-def ended(path: Path) -> bool:
-    if not (path / "journal.sqlite").is_file():
-        return False
-    journal = Journal.open(path, read_only=True)
-    outcome = journal.outcome()
-    journal.close()
-    return outcome is not None and bool(outcome["stopped_by"] != "interrupt")
+def expand_grid(settings: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return all combinations of settings KEY=V1,V2; a comma within parentheses is part of a value.
 
-
-def grid_of(settings: Sequence[str]) -> list[tuple[str, ...]]:
-    """All combinations of KEY=V1,V2; a comma within parentheses is part of a value.
-
-    >>> grid_of(["lr=1,linear(1, 0, 9)", "rank=none"])
+    >>> expand_grid(["lr=1,linear(1, 0, 9)", "rank=none"])
     [('lr=1', 'rank=none'), ('lr=linear(1, 0, 9)', 'rank=none')]
     """
     axes = []
@@ -182,59 +213,73 @@ def grid_of(settings: Sequence[str]) -> list[tuple[str, ...]]:
     return list(itertools.product(*axes))
 
 
-def budget_of(generations: int | None, seconds: float | None, evaluations: int | None, target: str | None) -> list[str]:
-    """What each run is given to stop by."""
+def format_options(**values: Any) -> list[str]:
+    """Return command-line options for the values that are not None.
+
+    >>> format_options(device="cpu", workers=None, seconds=60.0)
+    ['--device', 'cpu', '--seconds', '60.0']
+    """
+    return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+
+
+def budget_options(
+    generations: int | None, seconds: float | None, evaluations: int | None, target: str | None
+) -> list[str]:
+    """Return the options that stop each run; after 60 seconds if there is no other budget."""
     if generations is None and seconds is None and evaluations is None:
         seconds = 60.0
-    given = {"generations": generations, "seconds": seconds, "evaluations": evaluations, "target": target}
-    return [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
+    return format_options(generations=generations, seconds=seconds, evaluations=evaluations, target=target)
 
 
-def machine_of(device: str, dtype: str, workers: int | None, data: Path | None) -> list[str]:
-    given = {"workers": workers, "data": data and data.resolve()}
-    options = [word for key, value in given.items() if value is not None for word in (f"--{key}", str(value))]
-    return ["--device", device, "--dtype", dtype, *options]
+def machine_options(device: str, dtype: str, workers: int | None, data: Path | None) -> list[str]:
+    """Return the options that say what each run is computed by."""
+    return format_options(device=device, dtype=dtype, workers=workers, data=data and data.resolve())
 
 
-def metric_of(trials: Sequence[Trial], wanted: str | None) -> str:
-    """What variants are judged by: what was asked for, or the first metric of the test set."""
-    names = sorted({name for trial in trials if trial.outcome for name in trial.outcome["metrics"]})
-    if wanted is not None:
-        if names and wanted not in names:
-            raise BadInput(f"There is no metric {wanted!r}: choose one of {', '.join(names)}.")
-        return wanted
+def choose_metric(trials: Sequence[Trial], name: str | None) -> str:
+    """Return the metric that variants are compared by: the one named, or the first of the test set."""
+    names = sorted({metric for trial in trials if trial.outcome for metric in trial.outcome["metrics"]})
+    if name is not None:
+        if names and name not in names:
+            raise BadInput(f"There is no metric {name!r}: choose one of {', '.join(names)}.")
+        return name
     for split in ("test_", "dev_", "train_", "center_"):
-        found = [name for name in names if name.startswith(split)]
-        if found:
-            return str(next((name for name in found if not name.endswith(("_loss", "_score"))), found[0]))
+        metrics = [metric for metric in names if metric.startswith(split)]
+        if metrics:
+            return str(next((metric for metric in metrics if not metric.endswith(("_loss", "_score"))), metrics[0]))
     return "test_loss"
 
 
-def summary(trials: Sequence[Trial], metric: str) -> list[dict[str, Any]]:
-    """A row for each variant: of the metric median and quartiles, of the rest medians."""
-    found = []
-    for name in dict.fromkeys(trial.variant.name for trial in trials):
-        mine = [trial for trial in trials if trial.variant.name == name]
-        done = [trial for trial in mine if trial.outcome is not None]
-        values = [value for trial in done if (value := (trial.outcome or {})["metrics"].get(metric)) is not None]
-        row: dict[str, Any] = {"variant": name, "seeds": len(done)}
+def summarize(trials: Sequence[Trial], metric: str) -> list[dict[str, Any]]:
+    """Return a row for each variant, the best first: median and quartiles of the metric, medians of the rest."""
+    rows, failures = [], []
+    for name, group in group_by_variant(trials).items():
+        outcomes = [trial.outcome for trial in group if trial.outcome is not None]
+        values = [value for outcome in outcomes if (value := outcome["metrics"].get(metric)) is not None]
+        row: dict[str, Any] = {"variant": name, "seeds": len(outcomes)}
         if not values:
-            found.append({**row, "failure": next((trial.failure for trial in mine if trial.failure), "no value")})
+            failure = next((trial.failure for trial in group if trial.failure), "no value")
+            failures.append({**row, "failure": failure})
             continue
         low, middle, high = (float(q) for q in np.quantile(values, (0.25, 0.5, 0.75)))
         row |= {"median": middle, "lower quartile": low, "upper quartile": high}
-        for key in ("seconds", "generations", "samples", "peak_memory_bytes", "bytes_sent"):
-            row[key] = statistics.median((trial.outcome or {})[key] for trial in done)
-        row["passes"] = statistics.median((trial.outcome or {})["samples"] / trial.batch for trial in done)
-        found.append(row)
-    known = [row for row in found if "median" in row]
-    return sorted(known, key=lambda row: row["median"] * (1 if lower_is_better(metric) else -1)) + [
-        row for row in found if "median" not in row
-    ]
+        row |= {key: statistics.median(outcome[key] for outcome in outcomes) for key in MEDIANS}
+        row["passes"] = statistics.median(trial.outcome["samples"] / trial.batch for trial in group if trial.outcome)
+        rows.append(row)
+    rows.sort(key=lambda row: row["median"], reverse=not lower_is_better(metric))
+    return rows + failures
 
 
-def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of the table as people read it."""
+def group_by_variant(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
+    """Return the trials of each variant, by its name."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.variant.name, []).append(trial)
+    return groups
+
+
+def format_row(row: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row of the table."""
     if "median" not in row:
         return [row["variant"], row["failure"], *[""] * 6]
     quartiles = f" ({row['lower quartile']:.4f} to {row['upper quartile']:.4f})" if row["seeds"] > 1 else ""
@@ -244,61 +289,65 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     return [row["variant"], quality, f"{row['seconds']:.1f}", *numbers, f"{memory:,.0f}", f"{sent:,.1f}"]
 
 
-def heads(metric: str) -> list[str]:
-    names = ("seconds", "generations", "passes", "samples", "MB at most", "MB sent")
-    return ["", metric.replace("_", " "), *names]
+def column_names(metric: str) -> list[str]:
+    """Return the names of the columns of the table."""
+    return ["", metric.replace("_", " "), "seconds", "generations", "passes", "samples", "MB at most", "MB sent"]
 
 
-def note(seeds: int) -> str:
-    """What the numbers are."""
-    of = f"medians of {seeds} seeds, with quartiles; " if seeds > 1 else ""
-    return f"{of}passes are forward passes of a batch, a backward pass counts as two"
+def explain_table(seeds: int) -> str:
+    """Return the note below the table."""
+    medians = f"medians of {seeds} seeds, with quartiles; " if seeds > 1 else ""
+    return f"{medians}passes are forward passes of a batch, a backward pass counts as two"
 
 
 def write_comparison(trials: Sequence[Trial], metric: str, file: Path, title: str) -> list[dict[str, Any]]:
-    """The table and the curves as one HTML file; the table, as numbers, beside it."""
-    rows = summary(trials, metric)
+    """Write the table and the curves as one HTML file, and the numbers of the table as JSON next to it.
+
+    Returns:
+        The rows of the table.
+    """
+    rows = summarize(trials, metric)
     seeds = len({trial.seed for trial in trials})
-    body = [f"<h1>{html.escape(title)}</h1>", table(heads(metric), [cells(row) for row in rows])]
-    body += [f"<p>{note(seeds)}</p>", curves(trials, metric)]
+    body = [f"<h1>{html.escape(title)}</h1>", render_table(column_names(metric), [format_row(row) for row in rows])]
+    body += [f"<p>{explain_table(seeds)}</p>", draw_curves(trials, metric)]
     commands = [[trial.path.name, trial.command] for trial in trials if trial.outcome is not None]
-    body += ["<h2>The commands that repeat it</h2>", table(["run", "command"], commands)]
-    write_whole(file, page(title, body))
+    body += ["<h2>The commands that repeat it</h2>", render_table(["run", "command"], commands)]
+    write_whole(file, render_page(title, body))
     write_whole(file.with_suffix(".json"), json.dumps({"metric": metric, "rows": rows}, indent=1).encode())
     return rows
 
 
-def curves(trials: Sequence[Trial], metric: str) -> str:
-    """The metric against time, passes and samples: medians of the seeds, with a band between quartiles."""
+def draw_curves(trials: Sequence[Trial], metric: str) -> str:
+    """Return the metric against time, passes and samples: medians of the seeds, with a band between quartiles."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
+        return NO_CURVES
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     for axis, (along, label) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
-        for name in dict.fromkeys(trial.variant.name for trial in trials):
-            lines = [line for trial in trials if trial.variant.name == name and (line := points(trial, metric, along))]
+        for name, group in group_by_variant(trials).items():
+            lines = [line for trial in group if (line := curve_points(trial, metric, along))]
             if lines:
-                x, low, middle, high = band(lines)
+                x, low, middle, high = quartile_band(lines)
                 axis.plot(x, middle, label=name, lw=1.3)
                 axis.fill_between(x, low, high, alpha=0.2)
         axis.set(xlabel=label, ylabel=metric.replace("_", " "))
         axis.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    return embedded(figure)
+    return embed_figure(figure)
 
 
-def points(trial: Trial, metric: str, along: str) -> list[tuple[float, float]]:
-    """A metric as it was measured on the way; metrics that are measured at the end only have no curve."""
+def curve_points(trial: Trial, metric: str, along: str) -> list[tuple[float, float]]:
+    """Return a metric as it was measured during a run; a metric that is only measured at the end has no points."""
     factor = 1 / trial.batch if along == "total_passes" else 1.0
     key = "total_samples" if along == "total_passes" else along
     return [(row[key] * factor, row[metric]) for row in trial.rows if metric in row]
 
 
-def band(lines: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any]:
-    """Quartiles of several curves, from where the last of them begins to where the first ends.
+def quartile_band(lines: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any]:
+    """Return x, and the quartiles of several curves, from where the last of them begins to where the first ends.
 
-    >>> x, low, middle, high = band([[(0.0, 0.0), (2.0, 2.0)], [(0.0, 2.0), (1.0, 3.0)]])
+    >>> x, low, middle, high = quartile_band([[(0.0, 0.0), (2.0, 2.0)], [(0.0, 2.0), (1.0, 3.0)]])
     >>> float(x[-1]), float(middle[0]), float(middle[-1])
     (1.0, 1.0, 2.0)
     """

@@ -1,4 +1,4 @@
-"""What this machine has, whether its noise agrees with the definition, and how fast it is."""
+"""The examination of a machine: its devices, whether their noise agrees with the definition, and how fast they are."""
 
 import copy
 import hashlib
@@ -8,7 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
+from timeit import repeat
 from typing import Any
 
 import numpy as np
@@ -28,10 +30,12 @@ from germline.strategies import OpenAIES
 from germline.version import __version__
 
 PARAMETERS, MEMBERS = 1 << 20, 16
+RANKS = {"dense noise": None, "noise of rank 1": 1}
 
 
 def examine() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    """Return what is known and measured of this machine, by names for people."""
+    report: dict[str, Any] = {
         "germline": __version__,
         "noise version": noise.VERSION,
         "python": platform.python_version(),
@@ -40,82 +44,74 @@ def examine() -> dict[str, Any]:
         "triton": bool(find_spec("triton")),
         "processor": f"{processor()}, {torch.get_num_threads()} threads",
     }
-    for device in devices():
+    for device in list_devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         place = kernel_device(device)
-        found[f"{device}"] = name if place == device else f"{name}; its noise is made on the {place}"
-        found[f"{device} noise"] = "agrees with the definition" if agrees(device) else "DISAGREES with the definition"
-        found |= {f"{device} {what}": said for what, said in rates(device).items()}
-        found |= {f"{device} {what}": said for what, said in fractions(device).items()}
+        report[f"{device}"] = name if place == device else f"{name}; its noise is made on the {place}"
+        agrees = "agrees" if has_exact_noise(device) else "DISAGREES"
+        report[f"{device} noise"] = f"{agrees} with the definition"
+        report |= {f"{device} {what}": rate for what, rate in measure_noise(device).items()}
+        report |= {f"{device} {what}": measure_generation(device, rank) for what, rank in RANKS.items()}
     try:
-        found["journal commit"] = f"{1e3 * commit_time():.2f} ms"
+        report["journal commit"] = f"{1e3 * commit_seconds():.2f} ms"
     except OSError as error:
-        found["journal commit"] = f"cannot be measured here: {error.strerror}"
-    return found
+        report["journal commit"] = f"cannot be measured here: {error.strerror}"
+    return report
 
 
-def devices() -> list[torch.device]:
-    found = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    return [*found, torch.device("mps")] if torch.backends.mps.is_available() else found
+def list_devices() -> list[torch.device]:
+    """Return the devices of this machine."""
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    return [*devices, torch.device("mps")] if torch.backends.mps.is_available() else devices
 
 
-def agrees(device: torch.device) -> bool:
-    """A slice of the field, made on the device and by the definition."""
+def has_exact_noise(device: torch.device) -> bool:
+    """Return whether a slice of the noise field has the same bits on a device as by the definition."""
     low, high = noise.DIGEST_SPAN
     address = Address(0xF123456789ABCDEF, 0, 2**32 - 1, np.array([5, 2**32 - 1]), low)
     expected = reference.slices(address, high - low, VALUES["popcount"].reading).astype(np.int8)
     return noise.field_digest(device) == hashlib.sha256(expected.tobytes()).hexdigest()
 
 
-def rates(device: torch.device) -> dict[str, str]:
+def measure_noise(device: torch.device) -> dict[str, str]:
+    """Return how fast a device perturbs parameters, and sums the noise of members."""
     few = Field(1).members(range(MEMBERS), 0, device)
     theta = torch.zeros(PARAMETERS, device=device)
-    weights = list(range(MEMBERS))
 
     def rate(work: Callable[[], torch.Tensor]) -> str:
-        best = best_of(lambda: work()[..., :1].cpu(), 4)  # waits for the device
-        return f"{MEMBERS * PARAMETERS / best / 1e9:.2f}e9 elements/s"
+        seconds = least_seconds(lambda: work()[..., :1].cpu(), 4)  # waits for the device
+        return f"{MEMBERS * PARAMETERS / seconds / 1e9:.2f}e9 elements/s"
 
     return {
         "perturb": rate(lambda: few.perturb(theta, 0.01)),
-        "accumulate": rate(lambda: few.accumulate(weights, (0, PARAMETERS))),
+        "accumulate": rate(lambda: few.accumulate(list(range(MEMBERS)), (0, PARAMETERS))),
     }
 
 
-def fractions(device: torch.device) -> dict[str, str]:
-    """How fast a population is evaluated, beside one network's inference on as many examples in the same arithmetic."""
-    population, batch = (4096, 256) if device.type == "cuda" else (64, 64)
+def measure_generation(device: torch.device, rank: int | None) -> str:
+    """Return how fast a generation is, compared with one network's inference on as many examples in the same dtype."""
+    population, size = (4096, 256) if device.type == "cuda" else (64, 64)
     module = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
-    examples = Batch.from_raw((torch.randn(batch, 784), torch.randint(0, 10, (batch,))), device)
-    large = examples.args[0].repeat(population, 1)
-    found = {}
-    for name, rank in (("dense noise", None), ("noise of rank 1", 1)):
-        core = Core(
-            module, OpenAIES(population=population, rank=rank), Objective(F.cross_entropy), Local(str(device)), 0
-        )
-        core.prepare(examples)
-        assert core.plan is not None
-        kind = torch.bfloat16 if core.plan.dtype == "bfloat16" else torch.float32
-        plain, x = copy.deepcopy(module).to(kind), large.to(kind)
-        with torch.no_grad():
-            pure = best_of(lambda: plain(x)[:1].cpu())  # noqa: B023
-        numbers = iter(range(2, 100))
-        whole = best_of(lambda: core.tell(core.evaluate(next(numbers), examples)))  # noqa: B023
-        found[name] = f"a generation at {pure / whole:.2f} of the speed of inference, {core.plan.dtype}"
-    return found
+    batch = Batch.from_raw((torch.randn(size, 784), torch.randint(0, 10, (size,))), device)
+    core = Core(module, OpenAIES(population=population, rank=rank), Objective(F.cross_entropy), Local(str(device)), 0)
+    core.prepare(batch)
+    assert core.plan is not None
+    dtype = torch.bfloat16 if core.plan.dtype == "bfloat16" else torch.float32
+    plain, x = copy.deepcopy(module).to(dtype), batch.args[0].repeat(population, 1).to(dtype)
+    with torch.no_grad():
+        inference = least_seconds(lambda: plain(x)[:1].cpu())
+    numbers = count(2)
+    generation = least_seconds(lambda: core.tell(core.evaluate(next(numbers), batch)))
+    return f"a generation at {inference / generation:.2f} of the speed of inference, {core.plan.dtype}"
 
 
-def best_of(work: Callable[[], object], times: int = 8) -> float:
-    best = float("inf")
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best
+def least_seconds(work: Callable[[], object], times: int = 8) -> float:
+    """Return the shortest time that some work takes."""
+    return min(repeat(work, number=1, repeat=times))
 
 
-def commit_time() -> float:
-    """Of a record that survives a power cut, on the disk of the current directory."""
+def commit_seconds() -> float:
+    """Return the seconds of a commit that survives a power cut, on the disk of the current directory."""
     with tempfile.TemporaryDirectory(dir=".") as directory:
         connection = connect(Path(directory) / "try.sqlite")
         connection.execute("PRAGMA journal_mode = WAL")

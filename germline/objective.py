@@ -1,4 +1,4 @@
-"""What a member is scored on: the data of a run, the batch of a generation, and the function that scores an output.
+"""The data of a run, the batch of each generation, and the function that scores a member on it.
 
 The batch of a generation is a function of (seed, generation): every member on every machine sees the same examples.
 """
@@ -6,7 +6,7 @@ The batch of a generation is a function of (seed, generation): every member on e
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -22,14 +22,21 @@ from germline.noise import Field, Stream
 
 TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a dict batch may hold its target
 EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
-KEPT = 16  # the part of its memory that a data set may fill on a card, one in so many
+GPU_SHARE = 16  # a data set is copied to a GPU if it takes at most 1/16 of the GPU's memory
 
 Metric = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples ready for the model: ``model(*args, **kwargs)`` is compared with ``target``."""
+    """Examples ready for the model: ``model(*args, **kwargs)`` is compared with ``target``.
+
+    Args:
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        target: What the output is compared with.
+        size: The number of examples.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -38,7 +45,16 @@ class Batch:
 
     @classmethod
     def from_raw(cls, raw: Any, device: torch.device | str = "cpu") -> "Batch":
-        raw = to_device(raw, torch.device(device))
+        """Return the batch on a device, with its target told apart from the model's inputs.
+
+        Args:
+            raw: A tuple of inputs followed by the target, or a dict with the target under one of ``TARGETS``.
+            device: The device to which the tensors are moved.
+
+        Raises:
+            BadInput: No target can be found.
+        """
+        raw = map_tensors(lambda tensor: move_tensor(tensor, torch.device(device)), raw)
         if isinstance(raw, Mapping):
             names = [name for name in TARGETS if name in raw]
             if not names:
@@ -50,40 +66,44 @@ class Batch:
         raise BadInput("A batch must be a dict, or a tuple of inputs followed by the target.")
 
     def copy(self) -> "Batch":
-        """In memory of its own: for code that may change its input."""
-        args, kwargs, target = map_tensors(torch.clone, (self.args, self.kwargs, self.target))
-        return Batch(args, kwargs, target, self.size)
+        """Return a batch whose tensors share no memory with this one, for code that may change its input."""
+        return self._map(torch.clone, self.size)
 
     def split(self, parts: int) -> list["Batch"]:
-        """The examples in so many parts, as equal as can be; whole, where some tensor does not have them in rows."""
+        """Return the examples in ``parts`` batches of nearly equal size.
+
+        The batch stays whole where one of its tensors does not have one row per example.
+        """
         parts = min(parts, self.size)
-        rows = list(iterate_tensors([self.args, self.kwargs, self.target]))
-        if parts < 2 or any(x.dim() == 0 or x.shape[0] != self.size for x in rows):
+        tensors = list(iterate_tensors([self.args, self.kwargs, self.target]))
+        if parts < 2 or any(x.dim() == 0 or x.shape[0] != self.size for x in tensors):
             return [self]
         ends = [self.size * i // parts for i in range(parts + 1)]
         return [self.rows(low, high) for low, high in pairwise(ends)]
 
     def rows(self, low: int, high: int) -> "Batch":
-        args, kwargs, target = map_tensors(lambda x: x[low:high].clone(), (self.args, self.kwargs, self.target))
-        return Batch(args, kwargs, target, high - low)
+        """Return a copy of the examples from ``low`` up to, but not including, ``high``."""
+        return self._map(lambda x: x[low:high].clone(), high - low)
 
     def to(self, device: torch.device) -> "Batch":
-        args, kwargs, target = to_device((self.args, self.kwargs, self.target), device)
-        return Batch(args, kwargs, target, self.size)
+        """Return the batch on another device."""
+        return self._map(lambda tensor: move_tensor(tensor, device), self.size)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], size: int) -> "Batch":
+        args, kwargs, target = map_tensors(function, (self.args, self.kwargs, self.target))
+        return Batch(args, kwargs, target, size)
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_inference():
-            return tensor.to(device)
-        with torch.inference_mode(False):  # a copy whose changes can be noticed
-            return tensor.to(device).clone()
-
-    return map_tensors(moved, value)
+def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on a device; an inference tensor as a copy of which torch counts the changes."""
+    if not tensor.is_inference():
+        return tensor.to(device)
+    with torch.inference_mode(False):
+        return tensor.to(device).clone()
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A batch, or a part of one, with a function of each of its tensors in its place."""
+    """Return nested dicts, lists and tuples with ``function(tensor)`` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -94,7 +114,17 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested dicts, lists and tuples, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from iterate_tensors(item)
+
+
 def count_examples(target: Any) -> int:
+    """Return the length of the first tensor of a target, or 1 if it has none."""
     while isinstance(target, Mapping | list | tuple):
         target = next(iter(target.values() if isinstance(target, Mapping) else target))
     return int(target.shape[0]) if isinstance(target, torch.Tensor) and target.dim() else 1
@@ -102,36 +132,49 @@ def count_examples(target: Any) -> int:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set that gives any examples by number; made by ``Data.of``."""
+    """A data set of known length that gives any examples by number; ``Data.from_source`` makes one.
+
+    Args:
+        length: The number of examples.
+        get: Returns the raw batch of some examples, given their numbers and the device that it is for.
+        batch_size: The batch size of the DataLoader that the data came from, if it was one.
+        fingerprint: A hash of the data: of tensors all of it, of a Dataset a sample.
+        needs_seed: Whether ``get`` runs the user's code, which may draw from the global random generators.
+    """
 
     length: int
-    get: Callable[[NDArray[np.int64], torch.device], Any]  # examples by number; may draw from the global generators
+    get: Callable[[NDArray[np.int64], torch.device], Any]
     batch_size: int | None
     fingerprint: str
-    drawn: bool = False  # whether examples come from code that may draw random numbers
+    needs_seed: bool = False
 
     @classmethod
     def from_source(cls, source: Any, name: str = "data") -> "Data":
-        """From a tuple (or dict) of tensors, a Dataset or a DataLoader.
+        """Return the data of a tuple or dict of tensors, a Dataset or a DataLoader.
 
-        Of a DataLoader the dataset, the collate function and the batch size are taken, the sampler is not.
+        Args:
+            source: The data. The dataset, the collate function and the batch size of a DataLoader are used, its
+                sampler is not: batches are a function of seed and generation.
+            name: How error messages call the data.
+
+        Raises:
+            BadInput: The data are of another type, are empty, or hold NaN or infinite values.
         """
         if isinstance(source, Data):
             return source
         if isinstance(source, DataLoader):
-            return cls._of_dataset(source.dataset, source.collate_fn, source.batch_size, name)
+            return cls._from_dataset(source.dataset, source.collate_fn, source.batch_size, name)
         if isinstance(source, Dataset):
-            return cls._of_dataset(source, default_collate, None, name)
+            return cls._from_dataset(source, default_collate, None, name)
         if isinstance(source, Mapping | tuple | list):
-            return cls._of_tensors(source, name)
+            return cls._from_tensors(source, name)
         kind = type(source).__name__
         raise BadInput(f"The {name} set is a {kind}: give a tuple of tensors, a Dataset or a DataLoader.")
 
     @classmethod
-    def _of_tensors(cls, source: Any, name: str) -> "Data":
-        tensors = {
-            str(key): value for key, value in (source.items() if isinstance(source, Mapping) else enumerate(source))
-        }
+    def _from_tensors(cls, source: Any, name: str) -> "Data":
+        items = source.items() if isinstance(source, Mapping) else enumerate(source)
+        tensors = {str(key): value for key, value in items}
         for key, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 raise BadInput(f"Part {key} of the {name} set is a {type(value).__name__}, not a tensor.")
@@ -142,17 +185,15 @@ class Data:
         length = next(iter(lengths.values()))
         if not length:
             raise BadInput(f"The {name} set is empty.")
-
-        kept: dict[torch.device, list[torch.Tensor]] = {}  # a card keeps a data set that is small beside its memory
+        size = sum(value.nbytes for value in tensors.values())
+        copies: dict[torch.device, list[torch.Tensor]] = {}  # of the whole set, on the GPUs that have room for it
 
         def get(index: NDArray[np.int64], device: torch.device) -> Any:
-            if device not in kept:
-                fits = (
-                    device.type == "cuda" and sum(x.nbytes for x in tensors.values()) <= device_memory(device) // KEPT
-                )
-                kept[device] = [value.to(device) if fits else value for value in tensors.values()]
-            where = torch.from_numpy(index)
-            rows = [value.index_select(0, where.to(value.device)) for value in kept[device]]
+            if device not in copies:
+                fits = device.type == "cuda" and size <= device_memory(device) // GPU_SHARE
+                copies[device] = [value.to(device) if fits else value for value in tensors.values()]
+            numbers = torch.from_numpy(index)
+            rows = [value.index_select(0, numbers.to(value.device)) for value in copies[device]]
             return dict(zip(tensors, rows, strict=True)) if isinstance(source, Mapping) else tuple(rows)
 
         digest = hashlib.sha256()
@@ -162,7 +203,7 @@ class Data:
         return cls(length, get, None, digest.hexdigest())
 
     @classmethod
-    def _of_dataset(
+    def _from_dataset(
         cls, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int | None, name: str
     ) -> "Data":
         if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
@@ -176,36 +217,41 @@ class Data:
 
         # a sample: reading all of a large data set at every start would cost more than it is worth
         with seeded_generators(0):
-            some = np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64))
-            sample = get(some, torch.device("cpu"))
+            numbers = np.unique(np.linspace(0, length - 1, min(length, 64)).astype(np.int64))
+            sample = get(numbers, torch.device("cpu"))
         digest = hashlib.sha256(f"{length};".encode())
         for tensor in iterate_tensors(sample):
             check_tensor(tensor, f"an example of the {name} set")
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(tensor_bytes(tensor))
-        return cls(length, get, batch_size, digest.hexdigest(), drawn=True)
+        return cls(length, get, batch_size, digest.hexdigest(), needs_seed=True)
 
     def fetch(self, index: NDArray[np.int64], device: torch.device | str = "cpu", seed: int = 0) -> Batch:
-        """Examples by number; what a random transform makes of them is a function of the seed."""
+        """Return some examples as a batch.
+
+        Args:
+            index: The numbers of the examples.
+            device: The device of the batch.
+            seed: The seed of the global generators from which random transforms draw.
+        """
         device = torch.device(device)
-        if self.drawn:
-            with seeded_generators(seed):
-                return Batch.from_raw(self.get(index, device), device)
-        return Batch.from_raw(self.get(index, device), device)
+        with seeded_generators(seed) if self.needs_seed else nullcontext():
+            return Batch.from_raw(self.get(index, device), device)
 
     def in_order(self, device: torch.device | str) -> Iterator[Batch]:
-        """All examples in order, some at a time."""
+        """Yield all examples in order, in batches of ``EVALUATION_BATCH``."""
         for start in range(0, self.length, EVALUATION_BATCH):
             yield self.fetch(np.arange(start, min(start + EVALUATION_BATCH, self.length)), device)
 
 
-def device_memory(card: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(card).total_memory)
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 @contextmanager
 def seeded_generators(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's global generators at a seed, and afterwards as they were."""
+    """Seed the global generators of Python, NumPy and torch within the block, and restore them afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     try:
         random.seed(seed)
@@ -218,41 +264,42 @@ def seeded_generators(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from iterate_tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from iterate_tensors(item)
-
-
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements, in row-major order."""
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def check_tensor(tensor: torch.Tensor, what: str) -> None:
+    """Raise ``BadInput`` if a tensor holds NaN or infinite values."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise BadInput(f"There are NaN or infinite values in {what}: clean the data before training on it.")
 
 
 @dataclass(frozen=True)
 class Batches:
-    """The batch of each generation: each epoch is a permutation of the examples, drawn from the field."""
+    """The batches of all generations: each epoch is a permutation of the examples, drawn from the noise field.
+
+    Args:
+        data: The data set.
+        batch_size: Examples of a batch; the whole data set if it has fewer.
+        seed: The seed of the run.
+        shuffle: Whether every epoch has another order; otherwise all have the order of the data.
+        member: The number of the member whose order this is, where members train separately.
+        orders: The permutation of the latest epoch, by the number of the epoch.
+    """
 
     data: Data
     batch_size: int
     seed: int
     shuffle: bool = True
-    member: int = 0  # whose order it is, where members learn apart
-    orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, compare=False)  # of the latest epoch
+    member: int = 0
+    orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, compare=False)
 
     def indices(self, generation: int) -> NDArray[np.int64]:
+        """Return the numbers of the examples of a generation."""
         if self.batch_size >= self.data.length:
             return np.arange(self.data.length)
-        per_epoch = self.data.length // self.batch_size  # what is left over waits for the next epoch's order
+        per_epoch = self.data.length // self.batch_size  # the examples left over wait for the next epoch's order
         epoch, place = divmod(generation, per_epoch)
         if not self.shuffle:
             return np.arange(place * self.batch_size, (place + 1) * self.batch_size)
@@ -263,29 +310,41 @@ class Batches:
         return self.orders[epoch][place * self.batch_size : (place + 1) * self.batch_size]
 
     def batch(self, generation: int, device: torch.device | str = "cpu") -> Batch:
-        draw = Field(self.seed).below(1 << 32, 1, generation, Stream.BATCH, member=1) if self.data.drawn else [0]
+        """Return the batch of a generation on a device."""
+        draw = Field(self.seed).below(1 << 32, 1, generation, Stream.BATCH, member=1) if self.data.needs_seed else [0]
         return self.data.fetch(self.indices(generation), device, int(draw[0]))
 
 
 @dataclass(frozen=True)
 class Objective:
-    """How a member is scored: a loss to be minimized, or a score; of (output, target), or of the whole model."""
+    """The score of a member: a loss to be minimized, or a score to be maximized.
+
+    Args:
+        function: Returns one number for (output, target), or for the model if ``of_model``.
+        maximize: Whether larger is better.
+        of_model: Whether ``function`` takes the whole model.
+        metrics: Functions of (output, target) by which splits are measured; None until ``checked_on`` chooses them.
+    """
 
     function: Callable[..., Any]
     maximize: bool = False
-    of_model: bool = False  # function(model) instead of function(output, target)
-    metrics: Mapping[str, Metric] | None = None  # None: not settled yet
+    of_model: bool = False
+    metrics: Mapping[str, Metric] | None = None
 
     def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None) -> Any:
+        """Return the score of a model on a batch."""
         if self.of_model or batch is None:
             return self.function(model)
         return self.function(model(*batch.args, **batch.kwargs), batch.target)
 
     @torch.no_grad()
     def checked_on(self, module: nn.Module, batch: Batch | None) -> "Objective":
-        """This objective with its metrics settled, once it has been run on the user's own module and a batch.
+        """Return this objective with its metrics, after running it once on the user's module and a batch.
 
-        What does not fit is said here, in the user's own shapes, before anything else is done.
+        So what does not fit is reported in the shapes of the user's code, before anything else happens.
+
+        Raises:
+            BadInput: The module, the loss or a metric fails on the batch, or the loss is not one number.
         """
         if batch is None and not self.of_model:
             raise BadInput("A loss or score of (output, target) needs data=.")
@@ -298,7 +357,7 @@ class Objective:
                 score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
             size = score.numel() if isinstance(score, torch.Tensor) else np.size(score)
             if size == 1:
-                float(score)  # what is no number is no score
+                float(score)  # raises if it is not a number
         except Exception as error:
             shapes = [tuple(tensor.shape) for tensor in iterate_tensors([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"
@@ -306,7 +365,7 @@ class Objective:
                 f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
             ) from error
         if size != 1:
-            shape = tuple(np.shape(score)) if not isinstance(score, torch.Tensor) else tuple(score.shape)
+            shape = tuple(score.shape) if isinstance(score, torch.Tensor) else np.shape(score)
             raise BadInput(f"The loss or score must be one number, but has shape {shape}: take its mean, for instance.")
         if self.metrics is None:
             return replace(self, metrics=default_metrics(output, batch.target) if batch is not None else {})
@@ -320,16 +379,15 @@ class Objective:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: Data, device: torch.device | str) -> dict[str, float]:
-        """The metrics and the loss of a whole split, averaged over its examples."""
-        name = "score" if self.maximize else "loss"
-        totals: dict[str, float] = {}
+        """Return the loss (or score) and the metrics of a whole split, averaged over its examples."""
+        functions = {} if self.of_model else {"score" if self.maximize else "loss": self.function}
+        functions |= self.metrics or {}
+        totals = dict.fromkeys(functions, 0.0)
         for batch in data.in_order(device):
             output = model(*batch.args, **batch.kwargs)
-            found = {name: self.function(output, batch.target)} if not self.of_model else {}
-            found |= {metric: function(output, batch.target) for metric, function in (self.metrics or {}).items()}
-            for key, value in found.items():
-                totals[key] = totals.get(key, 0.0) + float(value) * batch.size
-        return {key: total / data.length for key, total in totals.items()}
+            for name, function in functions.items():
+                totals[name] += float(function(output, batch.target)) * batch.size
+        return {name: total / data.length for name, total in totals.items()}
 
 
 def build_objective(
@@ -339,10 +397,21 @@ def build_objective(
     maximize: bool | None,
     metrics: Mapping[str, Metric] | None,
 ) -> Objective:
-    """The three ways to say what is wanted; exactly one must be given."""
-    given = [name for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None]
-    if len(given) != 1:
-        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(given) or 'none'}.")
+    """Return the objective of the arguments of ``gl.train``.
+
+    Args:
+        loss: A function of (output, target) to be minimized.
+        score: A function of (output, target) to be maximized, unless ``maximize`` is False.
+        objective: A function of the model to be minimized, unless ``maximize`` is True.
+        maximize: Whether larger is better; None for the default of what is given.
+        metrics: Functions of (output, target) by which splits are measured; None for the default ones.
+
+    Raises:
+        BadInput: Not exactly one of ``loss``, ``score`` and ``objective`` is given, or a loss is to be maximized.
+    """
+    names = [name for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None]
+    if len(names) != 1:
+        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(names) or 'none'}.")
     if loss is not None:
         if maximize:
             raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
@@ -354,7 +423,7 @@ def build_objective(
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The fraction of examples whose largest output is the target's.
+    """Return the fraction of examples whose largest output is at the index that the target names.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
     0.5
@@ -363,7 +432,7 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
-    """Accuracy, where output and target look like classes."""
+    """Return accuracy as the only metric where output and target look like classes, else none."""
     tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
     classes = (
         tensors and output.dim() == 2 and output.shape[1] > 1 and target.dtype == torch.int64 and target.dim() == 1
@@ -372,7 +441,9 @@ def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
 
 
 def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:
-    """Numbers 0 to length - 1, shuffled by the field and cut by the fractions; the rest is the last part.
+    """Return the numbers 0 to length - 1, shuffled by the noise field and cut into parts of these fractions.
+
+    What is left is one more part, the last.
 
     >>> [len(part) for part in split(10, [0.6, 0.2])]
     [6, 2, 2]

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line on a terminal, a line every few seconds elsewhere."""
+"""The progress of a run: one live line on a terminal, a line every few seconds elsewhere."""
 
 import math
 import sys
@@ -18,34 +18,41 @@ EVERY = 5.0  # seconds between lines where there is no terminal
 
 
 class Progress:
-    """A callback of the trainer."""
+    """A callback of the trainer that shows the progress of a run.
 
-    patient = True  # it may hear of several generations at once, a moment later
+    Args:
+        stop: When the run will end.
+        out: Where the progress is written.
+        below: Returns what is shown below the line on a terminal.
+    """
+
+    patient = True  # several generations may be reported together, a moment later
 
     def __init__(self, stop: Stop, out: TextIO = sys.stderr, below: Callable[[], RenderableType] | None = None) -> None:
-        self.stop, self.out, self.below = stop, out, below  # what stands below the line, on a terminal
+        self.stop, self.out, self.below = stop, out, below
         self.console = Console(file=out)
         self.live: Live | None = None
-        self.last = 0.0
-        self.advised = False
+        self.last = 0.0  # when the last line was printed
+        self.has_advised = False
 
     def __call__(self, training: Run, row: Row) -> None:
-        line = describe(training, row, self.stop)
+        line = format_progress(training, row, self.stop)
         if self.live is not None:
-            shown = Text(line, overflow="ellipsis", no_wrap=True)
-            self.live.update(shown if self.below is None else Group(shown, self.below()))
+            text = Text(line, overflow="ellipsis", no_wrap=True)
+            self.live.update(text if self.below is None else Group(text, self.below()))
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
             self.last = time.monotonic()
             print(line, file=self.out, flush=True)
-        said = advice(training) if "agreement" in row and not self.advised else None
-        if said is not None:
-            self.advised = True
-            self.console.print(f"note: {said}", soft_wrap=True)
+        note = advice(training) if "agreement" in row and not self.has_advised else None
+        if note is not None:
+            self.has_advised = True
+            self.console.print(f"note: {note}", soft_wrap=True)
         if row["skipped"] and self.live is not None:
             self.console.print(f"generation {row['generation'] + 1}: no member has a finite score, so nothing changed")
 
     @contextmanager
     def shown(self) -> Iterator["Progress"]:
+        """Show the live line within the block, if there is a terminal."""
         if not self.console.is_terminal:
             yield self
             return
@@ -54,16 +61,16 @@ class Progress:
         self.live = None
 
 
-def describe(training: Run, row: Row, stop: Stop) -> str:
-    """generation, best and mean score, diagnostics, a dev metric, members per second, time left."""
+def format_progress(training: Run, row: Row, stop: Stop) -> str:
+    """Return a line with generation, best and mean score, diagnostics, a dev metric, members per second, time left."""
     done = row["generation"] + 1
     parts = [f"gen {done}" + (f"/{stop.generations}" if stop.generations else "")]
     scores = f"best {row['best']:.3g}  mean {row['mean']:.3g} ± {row['spread']:.2g}"
     parts.append("no finite score: skipped" if row["skipped"] else scores)
     latest = next((r for r in reversed(training.history) if "step" in r), {})
     parts += [f"{name} {latest[name]:.2g}" for name in ("sigma", "step", "agreement") if name in latest]
-    shown = [key for key in training.metrics if key.startswith("dev_")] or [k for k in training.metrics if "test_" in k]
-    preferred = [key for key in shown if not key.endswith(("_loss", "_score"))] or shown
+    names = [key for key in training.metrics if key.startswith("dev_")] or [k for k in training.metrics if "test_" in k]
+    preferred = [key for key in names if not key.endswith(("_loss", "_score"))] or names
     if preferred:
         parts.append(f"{preferred[0].replace('_', ' ')} {training.metrics[preferred[0]]:.4f}")
     recent = training.history[-20:]
@@ -72,11 +79,12 @@ def describe(training: Run, row: Row, stop: Stop) -> str:
     parts.append(f"{rate:,.0f} members/s")
     left = time_left(training, stop, seconds / len(recent))
     if left is not None:
-        parts.append(f"{clock(left)} left")
+        parts.append(f"{format_time(left)} left")
     return "  ".join(parts)
 
 
 def time_left(training: Run, stop: Stop, per_generation: float) -> float | None:
+    """Return the seconds until the run ends, or None if that is not known."""
     limits = []
     if stop.generations is not None:
         limits.append((stop.generations - training.generation) * per_generation)
@@ -85,7 +93,12 @@ def time_left(training: Run, stop: Stop, per_generation: float) -> float | None:
     return max(0.0, min(limits)) if limits else None
 
 
-def clock(seconds: float) -> str:
+def format_time(seconds: float) -> str:
+    """Return a time as H:MM:SS or M:SS.
+
+    >>> format_time(3661), format_time(59.5)
+    ('1:01:01', '1:00')
+    """
     whole = math.ceil(seconds)
     hours, minutes = whole // 3600, whole % 3600 // 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,6 +1,7 @@
-"""The status page of a coordinator: one page without anything from elsewhere, and the same as JSON beside it."""
+"""The status page of a coordinator: one page that loads nothing from other sites, and the same content as JSON."""
 
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,9 +55,15 @@ look();setInterval(look,1000);</script></html>"""
 
 
 class Status:
-    """What there is to know of a run and its fleet; a callback of the trainer, and a page."""
+    """A callback of the trainer that serves the state of a run and its fleet as a page.
 
-    patient = True
+    Args:
+        fleet: The fleet of the coordinator.
+        recipe: The name of the recipe.
+        stop: When the run will end.
+    """
+
+    patient = True  # several generations may be reported together, a moment later
 
     def __init__(self, fleet: Elastic, recipe: str, stop: Stop) -> None:
         self.fleet, self.recipe, self.stop = fleet, recipe, stop
@@ -68,8 +75,8 @@ class Status:
         self.training = training
         self.recent = [*self.recent[-20:], (time.monotonic(), row["generation"])]
 
-    def known(self) -> dict[str, Any]:
-        """Everything that the page shows."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return everything that the page shows."""
         training, fleet = self.training, self.fleet
         rows = list(training.history) if training is not None else []
         step = -(-len(rows) // POINTS) or 1
@@ -95,14 +102,14 @@ class Status:
         }
 
     def rate(self) -> float:
-        """Generations a second, of late."""
+        """Return the generations a second over the last 20 generations."""
         if len(self.recent) < 2:
             return 0.0
         (first, start), (last, end) = self.recent[0], self.recent[-1]
         return (end - start) / max(1e-9, last - first)
 
     def table(self) -> Table:
-        """The workers, for a terminal."""
+        """Return the table of workers for a terminal."""
         table = Table("worker", "device", "machine", "state", "members/s", "share", "sent", "received", box=None)
         for w in self.fleet.told_of_workers():
             numbers = (f"{w['members_per_second']:.0f}", f"{100 * w['share']:.0f} %")
@@ -111,7 +118,11 @@ class Status:
         return table
 
     def serve(self, address: str) -> str:
-        """Serves the page from now on; its address. It can only be read."""
+        """Start to serve the page, which can only be read, and return its URL.
+
+        Raises:
+            BadInput: The address cannot be used.
+        """
         host, port = address_of(address)
         status = self
 
@@ -122,7 +133,7 @@ class Status:
                     self.send_error(404)
                     return
                 kind, text = pages[self.path]
-                content = (text or json.dumps(finite(status.known()))).encode()
+                content = (text or json.dumps(replace_nonfinite(status.snapshot()))).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
@@ -136,21 +147,23 @@ class Status:
         try:
             self.server = ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
-            raise BadInput(f"The status page cannot be served at {address}: {error}.") from error
+            message = f"The status page cannot be served at {address}: {error}. Choose another address with --status."
+            raise BadInput(message) from error
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, name="germline-status", daemon=True).start()
         return f"http://{host}:{self.server.server_address[1]}/"
 
     def close(self) -> None:
+        """Stop serving the page."""
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
 
 
-def finite(value: Any) -> Any:
-    """With none for what JSON has no number for."""
+def replace_nonfinite(value: Any) -> Any:
+    """Return nested dicts and lists with None for NaN and infinities, which JSON has no numbers for."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and value - value != 0 else value
+        return [replace_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,14 +10,14 @@ from germline import worker
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.fleet.hub import Head
-from germline.recipes import make
+from germline.recipes import make_recipe
 
 
 class Rogue(worker.Follower):
     """After some honest answers, wrong ones."""
 
     def __init__(self, fault: str) -> None:
-        super().__init__(lambda settings, seed: make("digits", settings, seed), Local("cpu", 1))
+        super().__init__(lambda settings, seed: make_recipe("digits", settings, seed), Local("cpu", 1))
         self.fault, self.answers = fault, 0
 
     def job(self, head: Head, arrays: list[bytes]) -> tuple[Head, list[bytes]]:

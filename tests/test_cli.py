@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from germline.cli import app
-from germline.data import digits as digits_data
-from germline.recipes import make
+from germline.data import load_digits
+from germline.recipes import make_recipe
 
 runner = CliRunner()
 CONTRACT = {
@@ -80,7 +80,7 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
     assert len((run / "curves.csv").read_text().splitlines()) == 16
     assert last(call("verify", "runs/one", "--json"))["theta_sha256"] == summary["theta_sha256"]
 
-    model = make("own.py", {}, 7).model
+    model = make_recipe("own.py", {}, 7).model
     model.load_state_dict(load_file(run / "model.safetensors"))
     x = torch.linspace(-1, 1, 300).reshape(100, 3)
     loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).item()
@@ -91,7 +91,9 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
     exported = load_file("w.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in model.state_dict().items())
     call("replay", "runs/one", "--generation", "0", "--export", "w0.safetensors")
-    assert torch.equal(load_file("w0.safetensors")["0.weight"], make("own.py", {}, 7).model.state_dict()["0.weight"])
+    assert torch.equal(
+        load_file("w0.safetensors")["0.weight"], make_recipe("own.py", {}, 7).model.state_dict()["0.weight"]
+    )
 
     further = last(call("resume", "runs/one", "--generations", "20", "--json"))
     straight = last(call("train", "own.py", "--json", "--generations", "20", "--seed", "7"))
@@ -273,7 +275,7 @@ def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
 
 
 def test_the_digits_are_split_without_overlap() -> None:
-    data = digits_data()
+    data = load_digits()
     parts = [x for x, _ in (data.train, data.dev, data.test)]
     assert [len(part) for part in parts] == [1078, 359, 360]
     assert float(parts[0].min()) == 0.0

@@ -1,4 +1,4 @@
-"""Comparisons: real runs of small recipes, interrupted and gone on with; their tables computed by hand."""
+"""Comparisons: real runs of small recipes, interrupted and resumed; tables are checked against hand computations."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from germline.compare import Trial, Variant, band, ended, metric_of, points, summary
+from germline.compare import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
 from germline.journal import Journal
 from tests.test_faults import finished
 
@@ -18,40 +18,40 @@ GERMLINE = [sys.executable, "-m", "germline"]
 SMALL = ["--set", "recipe.hidden=4", "--device", "cpu"]
 
 
-def called(*words: str) -> "subprocess.CompletedProcess[str]":
+def call(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*GERMLINE, *words], capture_output=True, text=True)
 
 
-def test_a_comparison_is_run_once_and_goes_on_with_more_seeds(tmp_path: Path) -> None:
+def test_a_comparison_is_run_once_and_can_be_extended_by_seeds(tmp_path: Path) -> None:
     words = ["compare", "digits", "--strategies", "ga,gradient", "--evaluations", "600", "--runs", str(tmp_path)]
     words += ["--set", "ga.population=64", *SMALL, "--json"]
-    first = called(*words, "--seeds", "1")
+    first = call(*words, "--seeds", "1")
     assert first.returncode == 0, first.stderr
-    found = json.loads(first.stdout)
-    assert found["metric"] == "test_accuracy"
-    rows = {row["variant"]: row for row in found["rows"]}
+    result = json.loads(first.stdout)
+    assert result["metric"] == "test_accuracy"
+    rows = {row["variant"]: row for row in result["rows"]}
     assert rows["ga"]["generations"] == 10  # of 64 passes: the first that are not less than 600
     assert rows["gradient"]["generations"] == 200  # of three passes
     assert rows["ga"]["samples"] == 10 * 64 * 256
     journal = tmp_path / "compare-digits" / "ga-0" / "journal.sqlite"
     before = journal.stat().st_mtime_ns
-    more = called(*words, "--seeds", "2")
+    more = call(*words, "--seeds", "2")
     assert [row["seeds"] for row in json.loads(more.stdout)["rows"]] == [2, 2]
     assert journal.stat().st_mtime_ns == before
     assert (tmp_path / "compare-digits" / "report.html").stat().st_size > 20_000
-    other = called(*words, "--seeds", "2", "--set", "ga.sigma=0.1")
+    other = call(*words, "--seeds", "2", "--set", "ga.sigma=0.1")
     assert other.returncode == 2
     assert "another --name" in other.stderr
 
 
-def test_a_strategy_that_cannot_do_it_is_a_row_that_says_so(tmp_path: Path) -> None:
+def test_a_strategy_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
     words = ["compare", "threshold-digits", "--strategies", "openai-es,gradient", "--generations", "2", "--seeds", "1"]
-    done = called(*words, "--runs", str(tmp_path), *SMALL)
+    done = call(*words, "--runs", str(tmp_path), *SMALL)
     assert done.returncode == 0, done.stderr
     assert "gradient: error: The loss has no gradient" in done.stdout
 
 
-def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
     words = ["compare", "digits", "--strategies", "openai-es", "--generations", "400", "--seeds", "1", *SMALL]
     words += ["--runs", str(tmp_path), "--json"]
     run = tmp_path / "compare-digits" / "openai-es-0"
@@ -63,11 +63,11 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 130, said
     assert "goes on from here" in said
     assert 5 <= finished(run) < 400
-    assert not ended(run)
-    done = called(*words)
+    assert not Trial(Variant("openai-es", ()), 0, run).load()
+    done = call(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"][0]["generations"] == 400
-    alone = called("train", "digits", "--generations", "400", *SMALL, "--runs", str(tmp_path), "--json")
+    alone = call("train", "digits", "--generations", "400", *SMALL, "--runs", str(tmp_path), "--json")
     journal = Journal.open(run, read_only=True)
     outcome = journal.outcome()
     journal.close()
@@ -77,7 +77,7 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
 
 def test_a_sweep_tries_every_combination(tmp_path: Path) -> None:
     words = ["sweep", "digits", "--set", "lr=0.01,linear(0.1, 0, 9)", "--set", "population=8,16", "--generations", "3"]
-    done = called(*words, "--jobs", "2", "--runs", str(tmp_path), "--device", "cpu", "--json")
+    done = call(*words, "--jobs", "2", "--runs", str(tmp_path), "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     names = {row["variant"] for row in json.loads(done.stdout)["rows"]}
     assert names == {f"lr={lr},population={p}" for lr in ("0.01", "linear(0.1, 0, 9)") for p in (8, 16)}
@@ -85,27 +85,26 @@ def test_a_sweep_tries_every_combination(tmp_path: Path) -> None:
 
 def trial(variant: str, seed: int, metrics: dict[str, float], **outcome: Any) -> Trial:
     usual = {"seconds": 1.0, "generations": 1, "samples": 20, "peak_memory_bytes": 1, "bytes_sent": 0}
-    made = Trial(Variant(variant, ()), seed, Path(), batch=10)
-    made.outcome = {**usual, **outcome, "metrics": metrics}
-    return made
+    results = {**usual, **outcome, "metrics": metrics}
+    return Trial(Variant(variant, ()), seed, Path(), results, batch=10)
 
 
 def test_medians_and_quartiles_by_hand() -> None:
     values = [0.1, 0.2, 0.4, 0.8, 0.9]
     trials = [trial("a", seed, {"test_error": value, "test_loss": 1.0}) for seed, value in enumerate(values)]
     trials += [trial("b", 0, {"test_error": 0.3, "test_loss": 1.0}, seconds=3.0)]
-    assert metric_of(trials, None) == "test_error"
-    best, second = summary(trials, "test_error")
+    assert choose_metric(trials, None) == "test_error"
+    best, second = summarize(trials, "test_error")
     assert (best["variant"], best["median"], best["seconds"], best["passes"]) == ("b", 0.3, 3.0, 2.0)
-    found = [second[key] for key in ("lower quartile", "median", "upper quartile")]
-    assert found == pytest.approx([0.2, 0.4, 0.8])
+    quartiles = [second[key] for key in ("lower quartile", "median", "upper quartile")]
+    assert quartiles == pytest.approx([0.2, 0.4, 0.8])
 
 
-def test_curves_are_of_what_all_seeds_have() -> None:
-    made = trial("a", 0, {})
-    made.rows = [{"total_samples": 10 * n, "test_error": float(n)} for n in range(5)] + [{"total_samples": 99}]
-    line = points(made, "test_error", "total_passes")
+def test_curves_cover_the_range_that_all_seeds_have() -> None:
+    run = trial("a", 0, {})
+    run.rows = [{"total_samples": 10 * n, "test_error": float(n)} for n in range(5)] + [{"total_samples": 99}]
+    line = curve_points(run, "test_error", "total_passes")
     assert line == [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0), (3.0, 3.0), (4.0, 4.0)]
-    x, low, middle, high = band([line, [(1.0, 3.0), (2.0, 4.0)]])
+    x, low, middle, high = quartile_band([line, [(1.0, 3.0), (2.0, 4.0)]])
     assert (x[0], x[-1]) == (1.0, 2.0)
     assert (low[0], middle[0], high[0]) == (1.5, 2.0, 2.5)

@@ -27,7 +27,7 @@ from germline.fleet import keys
 from germline.fleet.deck import Deck
 from germline.fleet.launch import free_port
 from germline.genome import theta_sha256
-from germline.recipes import make
+from germline.recipes import make_recipe
 from tests.test_faults import finished, runs
 
 GENERATIONS = 60
@@ -435,7 +435,7 @@ def test_a_search_of_ones_own_by_workers_elsewhere(tmp_path: Path) -> None:
         "    x = torch.zeros(8, 4)\n"
         "    return gl.Recipe(net, (x, torch.zeros(8, dtype=torch.int64)), loss=nn.functional.cross_entropy)\n"
     )
-    made = make(str(tmp_path / "mine.py"), {}, 0)
+    made = make_recipe(str(tmp_path / "mine.py"), {}, 0)
     found = []
     for fleet in (gl.Local("cpu"), gl.Elastic(device="cpu", workers=1, recipe=str(tmp_path / "mine.py"))):
         search = gl.Search(made.model, gl.OpenAIES(population=24), loss=made.loss, fleet=fleet)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import germline as gl
-from germline import resources, trainer
+from germline import trainer
 from germline.core import PLAIN
 from germline.fleet import Local
 from germline.fleet.wire import column_spans, decode_rows, encode_rows, sum_in_order
@@ -189,14 +189,3 @@ def test_a_step_says_where_its_time_went(tmp_path: Path) -> None:
     for row in (full, shifted):
         assert 0 < sum(row.get(part, 0.0) for part in parts) <= row["seconds"]
     training.kept.close()
-
-
-def test_the_resource_model_of_the_paper() -> None:
-    found = [resources.predicted(resources.PUBLISHED, interval) for interval in (2, 3)]
-    assert [round(one.runtime, 3) for one in found] == [1.208, 1.277]
-    assert [round(one.memory, 3) for one in found] == [0.667, 0.556]
-    assert [round(one.network, 3) for one in found] == [0.5, 0.333]
-
-
-def test_memory_is_that_of_the_tensors() -> None:
-    assert resources.peak(lambda: torch.zeros(1000) + torch.zeros(1000)) == pytest.approx(12000, rel=0.1)

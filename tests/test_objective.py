@@ -46,14 +46,14 @@ def test_examples_by_number_from_every_source(source: Any) -> None:
     assert data.fingerprint == Data.from_source(source).fingerprint
 
 
-def test_fingerprints_tell_data_apart() -> None:
+def test_fingerprints_differ_between_data_sets() -> None:
     other = X.clone()
     other[3, 1] = 0
-    found = {
+    fingerprints = {
         Data.from_source(s).fingerprint
         for s in ((X, Y), (other, Y), (X.double(), Y), (X[:9], Y[:9]), TensorDataset(other, Y))
     }
-    assert len(found) == 5
+    assert len(fingerprints) == 5
 
 
 def test_the_batch_is_a_function_of_seed_and_generation() -> None:
@@ -78,7 +78,7 @@ def test_two_inputs_and_keyword_inputs_reach_the_model() -> None:
 
 
 class Augmented(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Draws from all three global generators, as transforms do."""
+    """A data set that draws from all three global generators, as transforms do."""
 
     def __len__(self) -> int:
         return 10
@@ -102,9 +102,9 @@ def test_metrics_of_a_split_are_averages_over_its_examples() -> None:
     x, y = torch.randn(2500, 3), torch.randint(0, 3, (2500,))
     model = nn.Linear(3, 3)
     objective = Objective(F.cross_entropy, metrics={"accuracy": accuracy})
-    found = objective.evaluate(model, Data.from_source((x, y)), "cpu")
-    assert found["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
-    assert found["accuracy"] == pytest.approx((model(x).argmax(1) == y).float().mean().item(), rel=1e-5)
+    metrics = objective.evaluate(model, Data.from_source((x, y)), "cpu")
+    assert metrics["loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx((model(x).argmax(1) == y).float().mean().item(), rel=1e-5)
 
 
 class Endless(torch.utils.data.IterableDataset[int]):
@@ -130,6 +130,6 @@ class Endless(torch.utils.data.IterableDataset[int]):
         (lambda: build_objective(F.mse_loss, None, None, True, {}), "minimized"),
     ],
 )
-def test_bad_data_is_answered_by_a_sentence(attempt: Any, sentence: str) -> None:
+def test_bad_data_raises_an_error_that_says_why(attempt: Any, sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
         attempt()

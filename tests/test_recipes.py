@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import germline as gl
-from germline import data, trainer
-from germline.data import CELL, MissingDataError, Splits, cifar10, mnist, synthetic
+from germline import trainer
+from germline.data import MissingDataError, Splits, images, load_cifar10, load_mnist, make_synthetic
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
-from germline.recipes import make
+from germline.recipes import make_recipe
 from germline.recipes.darwinn import SyntheticData, cif_900k, mnist_3m
 from germline.stopping import Stop
 
@@ -28,7 +28,7 @@ every_net = pytest.mark.parametrize("name", SIZES)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for data sets, with none in it and none kept elsewhere."""
+    """Return an empty folder for data sets; the cache is empty too."""
     monkeypatch.setenv("GERMLINE_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -41,24 +41,24 @@ def parts_of(splits: Splits) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @every_net
 def test_sizes_are_the_published_ones(name: str) -> None:
-    made = make(name, {"data": "synthetic", "examples": "3"}, seed=0)
-    assert Genome.from_module(made.model).size == SIZES[name]
-    assert made.data[0].shape == (3, *SHAPES[name])
-    assert made.model(made.data[0]).shape == (3, 10)
+    recipe = make_recipe(name, {"data": "synthetic", "examples": "3"}, seed=0)
+    assert Genome.from_module(recipe.model).size == SIZES[name]
+    assert recipe.data[0].shape == (3, *SHAPES[name])
+    assert recipe.model(recipe.data[0]).shape == (3, 10)
 
 
 @every_net
 def test_a_generation(name: str, tmp_path: Path) -> None:
-    made = make(name, {"data": "synthetic", "examples": "8", "batch_size": "4"}, seed=0)
-    made = replace(made, strategy=gl.OpenAIES(population=2), dtype="float32")
-    training = trainer.start(made, tmp_path / "run", seed=0, fleet=Local("cpu"), about={})
+    recipe = make_recipe(name, {"data": "synthetic", "examples": "8", "batch_size": "4"}, seed=0)
+    recipe = replace(recipe, strategy=gl.OpenAIES(population=2), dtype="float32")
+    training = trainer.start(recipe, tmp_path / "run", seed=0, fleet=Local("cpu"), about={})
     summary = trainer.run(training, Stop(generations=1))
     assert np.isfinite([training.history[0]["mean"], summary["metrics"]["test_loss"]]).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
 def test_synthetic_images_are_the_same_everywhere(shape: tuple[int, int, int]) -> None:
-    once, again = (parts_of(synthetic(shape)) for _ in range(2))
+    once, again = (parts_of(make_synthetic(shape)) for _ in range(2))
     for (x, y), (same_x, same_y) in zip(once, again, strict=True):
         assert torch.equal(x, same_x)
         assert torch.equal(y, same_y)
@@ -69,33 +69,33 @@ def test_synthetic_images_are_the_same_everywhere(shape: tuple[int, int, int]) -
 
 
 def test_synthetic_images_do_not_change_with_the_version() -> None:
-    x, _ = synthetic((1, 28, 28)).train
+    x, _ = make_synthetic((1, 28, 28)).train
     assert (x[0, 0, 0] * 8**0.5).round().tolist()[:8] == [3, 0, 5, 0, -4, 0, -1, 3]
 
 
 def test_synthetic_images_show_their_class_and_no_two_are_alike() -> None:
-    splits = synthetic((3, 32, 32))
+    splits = make_synthetic((3, 32, 32))
     (x, y), (seen, answers) = splits.train, splits.test
     means = torch.stack([x[y == label].mean(0) for label in range(10)])
     nearest = torch.cdist(seen.flatten(1), means.flatten(1)).argmin(1)
     assert torch.equal(nearest, answers)
-    assert len(torch.unique(torch.cat([x, seen])[:, 0, :CELL].flatten(1), dim=0)) == len(x) + len(seen)
+    assert len(torch.unique(torch.cat([x, seen])[:, 0, : images.CELL].flatten(1), dim=0)) == len(x) + len(seen)
 
 
 @every_net
-def test_it_is_said_that_data_are_synthetic(name: str, folder: Path) -> None:
-    with pytest.warns(SyntheticData, match="synthetic.*GERMLINE_DATA") as said:
-        make(name, {"examples": "2"}, seed=0)
-    assert len(said) == 1
+def test_a_warning_says_that_data_are_synthetic(name: str, folder: Path) -> None:
+    with pytest.warns(SyntheticData, match="synthetic.*GERMLINE_DATA") as caught:
+        make_recipe(name, {"examples": "2"}, seed=0)
+    assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make(name, {"examples": "2", "data": "synthetic"}, seed=0)
+        make_recipe(name, {"examples": "2", "data": "synthetic"}, seed=0)
 
 
 @every_net
-def test_without_the_real_data_it_is_said_what_to_do(name: str, folder: Path) -> None:
-    with pytest.raises(BadInput, match=r"is not here: put its files.*GERMLINE_DATA"):
-        make(name, {"data": "real"}, seed=0)
+def test_the_error_without_the_real_data_says_what_to_do(name: str, folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"is not on this machine: put its files.*GERMLINE_DATA"):
+        make_recipe(name, {"data": "real"}, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -111,54 +111,54 @@ def test_settings_that_cannot_be(settings: dict[str, Any], sentence: str) -> Non
 
 
 def test_a_recipe_downloads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MNIST_MIRROR", "nowhere://")
+    monkeypatch.setattr(images, "MNIST_MIRROR", "nowhere://")
     with pytest.raises(MissingDataError, match="train-images"):
-        mnist(download=False)
+        load_mnist(download=False)
 
 
 def records(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Pictures of one color: that of record i is i in red, 2 i in green and 3 i in blue, and its label is i % 10."""
+    """Return pictures of one color: record i has i in red, 2 i in green, 3 i in blue, and the label i % 10."""
     i = np.arange(count, dtype=np.uint8)
     pixels = np.repeat(np.stack([i, 2 * i, 3 * i], 1), 32 * 32, axis=1)
     return np.concatenate([i[:, None] % 10, pixels], axis=1)
 
 
-def put_binary_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_binary_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(parents=True)
-    for number, file in enumerate(data.CIFAR10):
+    for number, file in enumerate(images.CIFAR10):
         content = records(50)[number * 10 : number * 10 + 10] if file != "test_batch.bin" else records(7)
         (folder / file).write_bytes(content.tobytes())
-        monkeypatch.setitem(data.CIFAR10, file, hashlib.md5(content.tobytes()).hexdigest())
+        monkeypatch.setitem(images.CIFAR10, file, hashlib.md5(content.tobytes()).hexdigest())
 
 
-def put_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file, count in (("train_5000.bin.xz", 50), ("test_1000.bin.xz", 7)):
         content = lzma.compress(records(count).tobytes())
         (folder / file).write_bytes(content)
-        monkeypatch.setitem(data.CIFAR10_PART, file, hashlib.sha256(content).hexdigest())
+        monkeypatch.setitem(images.CIFAR10_PART, file, hashlib.sha256(content).hexdigest())
 
 
 @pytest.mark.parametrize(
-    ("put", "where"),
+    ("write", "where"),
     [
-        (put_binary_version, "cifar-10-batches-bin"),
-        (put_binary_version, "cifar10/cifar-10-batches-bin"),
-        (put_binary_version, "cifar10"),
-        (put_binary_version, "cache/germline/cifar10"),
-        (put_part, "cifar10"),
-        (put_part, "."),
+        (write_binary_version, "cifar-10-batches-bin"),
+        (write_binary_version, "cifar10/cifar-10-batches-bin"),
+        (write_binary_version, "cifar10"),
+        (write_binary_version, "cache/germline/cifar10"),
+        (write_part, "cifar10"),
+        (write_part, "."),
     ],
 )
-def test_cifar10_is_read_from_its_files(put: Any, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(folder / where, monkeypatch)
-    splits = cifar10()
+def test_cifar10_is_read_from_its_files(write: Any, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder / where, monkeypatch)
+    splits = load_cifar10()
     assert [len(y) for _, y in parts_of(splits)] == [45, 5, 7]
-    deviation, mean = torch.tensor(data.CIFAR10_DEVIATION), torch.tensor(data.CIFAR10_MEAN)
+    std, mean = torch.tensor(images.CIFAR10_STD), torch.tensor(images.CIFAR10_MEAN)
     seen = []
     for x, y in parts_of(splits)[:2]:
         assert (x.shape[1:], x.dtype, y.dtype) == ((3, 32, 32), torch.float32, torch.int64)
-        colors = ((x.mean((2, 3)) * deviation + mean) * 255).round().int()
+        colors = ((x.mean((2, 3)) * std + mean) * 255).round().int()
         assert torch.equal(x.amax((2, 3)), x.amin((2, 3)))
         assert torch.equal(colors, colors[:, :1] * torch.tensor([1, 2, 3]))
         assert torch.equal(colors[:, 0] % 10, y)
@@ -168,20 +168,20 @@ def test_cifar10_is_read_from_its_files(put: Any, where: str, folder: Path, monk
 
 
 def test_a_recipe_takes_the_real_data_where_they_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_part(folder / "cifar10", monkeypatch)
-    made = cif_900k(examples=6)
-    assert [len(part[1]) for part in (made.data, made.dev, made.test)] == [6, 5, 6]
+    write_part(folder / "cifar10", monkeypatch)
+    recipe = cif_900k(examples=6)
+    assert [len(part[1]) for part in (recipe.data, recipe.dev, recipe.test)] == [6, 5, 6]
 
 
 def test_another_file_than_the_published_one_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_binary_version(folder / "cifar10", monkeypatch)
+    write_binary_version(folder / "cifar10", monkeypatch)
     (folder / "cifar10" / "data_batch_3.bin").write_bytes(b"cut off")
     with pytest.raises(BadInput, match=r"data_batch_3\.bin is not the published file"):
         cif_900k()
 
 
 def test_a_file_that_is_missing_makes_the_set_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_binary_version(folder / "cifar10", monkeypatch)
+    write_binary_version(folder / "cifar10", monkeypatch)
     (folder / "cifar10" / "data_batch_3.bin").unlink()
     with pytest.raises(MissingDataError, match=r"data_batch_3\.bin"):
-        cifar10()
+        load_cifar10()

@@ -42,30 +42,37 @@ RECIPES: dict[str, Maker] = {
 }
 
 
-def address(name: str) -> str:
-    """What a journal calls a recipe: a file by its whole path, so that it is found from anywhere."""
+def recipe_address(name: str) -> str:
+    """Return what a journal calls a recipe: a file by its whole path, so that it is found from any directory."""
     return str(Path(name).resolve()) if name.endswith(".py") else name
 
 
-def find(name: str) -> Maker:
-    """A name from the list, a Python file with a function ``recipe``, or module:function."""
+def find_recipe(name: str) -> Maker:
+    """Return the function that makes a recipe.
+
+    Args:
+        name: A name of ``RECIPES``, a Python file with a function ``recipe``, or module:function.
+
+    Raises:
+        BadInput: There is no such recipe, or its file or module cannot be imported.
+    """
     if name in RECIPES:
         return RECIPES[name]
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():
             raise BadInput(f"There is no file {name}.")
-        return function_of(lambda: load_file(file), name, "recipe")
+        return import_function(lambda: import_file(file), name, "recipe")
     if ":" in name:
-        where, function = name.split(":", 1)
-        importable(Path.cwd())
-        return function_of(lambda: importlib.import_module(where), name, function)
+        module, function = name.split(":", 1)
+        add_to_path(Path.cwd())
+        return import_function(lambda: importlib.import_module(module), name, function)
     raise unknown_name("recipe", name, RECIPES)
 
 
-def load_file(file: Path) -> ModuleType:
-    """Under a name that no other module has; its neighbors can be imported."""
-    importable(file.parent)
+def import_file(file: Path) -> ModuleType:
+    """Import a file under a name that no other module has; modules in its folder can be imported by it."""
+    add_to_path(file.parent)
     name = f"germline_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -76,47 +83,58 @@ def load_file(file: Path) -> ModuleType:
     return module
 
 
-def importable(directory: Path) -> None:
+def add_to_path(directory: Path) -> None:
+    """Append a directory to the path of imports, unless it is there."""
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
 
 
-def function_of(load: Callable[[], ModuleType], name: str, function: str) -> Maker:
+def import_function(load: Callable[[], ModuleType], name: str, function: str) -> Maker:
+    """Return a function of the module that ``load`` imports for the recipe ``name``."""
     try:
         module = load()
     except Exception as error:
-        raise BadInput(f"The recipe {name} cannot be loaded: {told(error)}") from error
+        raise BadInput(f"The recipe {name} cannot be loaded: {format_error(error)}") from error
     maker = getattr(module, function, None)
     if not callable(maker):
         raise BadInput(f"There is no function {function!r} in {name}: a recipe is a function that returns gl.Recipe.")
     return maker  # type: ignore[no-any-return]
 
 
-def make(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
-    """The recipe with settings given as text; the run's seed is passed on to a recipe that takes one."""
-    maker = find(name)
+def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
+    """Return a recipe with these settings.
+
+    Args:
+        name: A name, a file or a function, as for ``find_recipe``.
+        settings: The recipe's settings as text, which is parsed by the types of its arguments.
+        seed: The seed of the run, passed on to a recipe that has an argument ``seed``.
+
+    Raises:
+        BadInput: There is no such recipe or setting, a value cannot be parsed, or the recipe fails.
+    """
+    maker = find_recipe(name)
     parameters = inspect.signature(maker).parameters
-    kinds = typing.get_type_hints(maker)
+    types = typing.get_type_hints(maker)
     values: dict[str, Any] = {"seed": seed} if "seed" in parameters else {}
     for key, text in settings.items():
         if key not in parameters:
             raise unknown_name(f"setting of the recipe {name}", key, [p for p in parameters if p != "seed"])
         default = parameters[key].default
-        usual = str if default in (None, inspect.Parameter.empty) else type(default)
-        values[key] = parse(kinds.get(key, usual), f"recipe.{key}", text)
+        fallback = str if default in (None, inspect.Parameter.empty) else type(default)
+        values[key] = parse(types.get(key, fallback), f"recipe.{key}", text)
     try:
         recipe = maker(**values)
     except BadInput:
         raise
     except Exception as error:
-        raise BadInput(f"The recipe {name} failed: {told(error)}") from error
+        raise BadInput(f"The recipe {name} failed: {format_error(error)}") from error
     if not isinstance(recipe, Recipe):
         raise BadInput(f"The recipe {name} returned a {type(recipe).__name__}, not a gl.Recipe.")
     return recipe
 
 
-def told(error: Exception) -> str:
-    """An error in someone else's code, with the place where it happened."""
+def format_error(error: Exception) -> str:
+    """Return the type and the message of an error in the user's code, and the line where it happened."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"

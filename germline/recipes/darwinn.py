@@ -2,9 +2,9 @@
 
 Malik et al., "DarwiNN: Efficient Distributed Neuroevolution under Communication Constraints", 2020. Lenc, Elsen,
 Schaul, Simonyan, "Non-Differentiable Supervised Learning with Evolution Strategies and Hybrid Methods", 2019. The
-layers are those of DarwiNN's own code, but for a ReLU after the hidden layer of ``mnist-3m``, which it leaves out.
+layers are those of DarwiNN's code, but for a ReLU after the hidden layer of ``mnist-3m``, which it leaves out.
 
-Nothing is downloaded: where the real data are not found, a recipe trains on synthetic images of the same shape.
+Nothing is downloaded: where the real data are missing, a recipe trains on synthetic images of the same shape.
 """
 
 import typing
@@ -16,7 +16,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import GIVEN, MissingDataError, Splits, cifar10, mnist, synthetic
+from germline.data import HOW_TO_PROVIDE, MissingDataError, Splits, load_cifar10, load_mnist, make_synthetic
 from germline.errors import BadInput
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import SNES, Gradient, OpenAIES
@@ -29,28 +29,29 @@ WIDTHS = (64, 64, 128, 128, 128, 256, 256, 256, 512, 512, 512)  # each that wide
 
 
 class SyntheticData(UserWarning):
-    """A recipe trains on synthetic data, because the real ones were not found."""
+    """A recipe trains on synthetic data, because the real data are missing."""
 
 
 def mnist_3m(*, seed: int = 0, batch_size: int = 256, data: Source = "auto", examples: int | None = None) -> Recipe:
-    """MNIST by DarwiNN's net of 3,274,634 parameters: two convolutions of 5 x 5, a hidden layer of 1024."""
-    splits = splits_of("MNIST", (1, 28, 28), partial(mnist, download=False), data, examples)
-    return recipe_of(seeded(seed, two_convolutions), splits, batch_size)
+    """Classify MNIST by DarwiNN's net of 3,274,634 parameters: two convolutions of 5 x 5, a hidden layer of 1024."""
+    splits = load_splits("MNIST", (1, 28, 28), partial(load_mnist, download=False), data, examples)
+    return build_recipe(seeded(seed, two_convolutions), splits, batch_size)
 
 
 def cif_900k(*, seed: int = 0, batch_size: int = 128, data: Source = "auto", examples: int | None = None) -> Recipe:
-    """CIFAR-10 by DarwiNN's net of 895,973 parameters: eleven separable convolutions with batch norm."""
-    splits = splits_of("CIFAR-10", (3, 32, 32), cifar10, data, examples)
-    return recipe_of(seeded(seed, lambda: eleven_blocks(separable)), splits, batch_size)
+    """Classify CIFAR-10 by DarwiNN's net of 895,973 parameters: eleven separable convolutions with batch norm."""
+    splits = load_splits("CIFAR-10", (3, 32, 32), load_cifar10, data, examples)
+    return build_recipe(seeded(seed, lambda: eleven_blocks(separable)), splits, batch_size)
 
 
 def cif_8m(*, seed: int = 0, batch_size: int = 128, data: Source = "auto", examples: int | None = None) -> Recipe:
-    """CIFAR-10 by DarwiNN's net of 7,790,794 parameters: eleven convolutions of 3 x 3 with batch norm."""
-    splits = splits_of("CIFAR-10", (3, 32, 32), cifar10, data, examples)
-    return recipe_of(seeded(seed, lambda: eleven_blocks(plain)), splits, batch_size)
+    """Classify CIFAR-10 by DarwiNN's net of 7,790,794 parameters: eleven convolutions of 3 x 3 with batch norm."""
+    splits = load_splits("CIFAR-10", (3, 32, 32), load_cifar10, data, examples)
+    return build_recipe(seeded(seed, lambda: eleven_blocks(plain)), splits, batch_size)
 
 
 def two_convolutions() -> nn.Module:
+    """Return the net 32C5-P-64C5-P-1024-10."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -59,7 +60,7 @@ def two_convolutions() -> nn.Module:
 
 
 def eleven_blocks(block: Block) -> nn.Module:
-    """Blocks of one kind from 32 x 32 pixels down to 4 x 4, whose mean is classified."""
+    """Return a net of blocks of one kind from 32 x 32 pixels down to 4 x 4, whose mean is classified."""
     layers: list[nn.Module] = []
     for before, width in zip((3, *WIDTHS), WIDTHS, strict=False):
         stride = 2 if layers and width > before else 1
@@ -68,40 +69,36 @@ def eleven_blocks(block: Block) -> nn.Module:
 
 
 def plain(inputs: int, outputs: int, stride: int) -> Iterator[nn.Module]:
+    """Yield a convolution of 3 x 3."""
     yield nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
 
 
 def separable(inputs: int, outputs: int, stride: int) -> Iterator[nn.Module]:
+    """Yield a convolution of 3 x 3 of each channel, and one of 1 x 1 of all channels."""
     yield nn.Conv2d(inputs, inputs, 3, stride, padding=1, groups=inputs, bias=False)
     yield nn.Conv2d(inputs, outputs, 1, bias=False)
 
 
-def splits_of(
-    name: str, shape: tuple[int, int, int], real: Callable[[], Splits], source: Source, examples: int | None
+def load_splits(
+    name: str, shape: tuple[int, int, int], load: Callable[[], Splits], source: Source, examples: int | None
 ) -> Splits:
-    """The real images or synthetic ones, of this shape; ``examples`` is how many of each part at most."""
+    """Return real or synthetic images of one shape, at most ``examples`` of each part."""
     check_choice("data", source, typing.get_args(Source))
     if examples is not None and examples < 1:
         raise BadInput(f"The setting examples must be at least 1, or none for all of them, not {examples}.")
-    splits = found(name, shape, real, source)
-    splits = splits if examples is None else splits.first(examples)
-    return Splits(*((x.reshape(-1, *shape), y) for x, y in (splits.train, splits.dev, splits.test)))
-
-
-def found(name: str, shape: tuple[int, int, int], real: Callable[[], Splits], source: Source) -> Splits:
-    if source == "synthetic":
-        return synthetic(shape)
     try:
-        return real()
+        splits = make_synthetic(shape) if source == "synthetic" else load()
     except MissingDataError:
         if source == "real":
             raise
-        message = f"{name} is not here, so this run is on synthetic images of its shape; for the real ones {GIVEN}."
-        warnings.warn(message, SyntheticData, stacklevel=2)
-        return synthetic(shape)
+        message = f"{name} is not on this machine, so this run is on synthetic images of its shape"
+        warnings.warn(f"{message}; for the real ones {HOW_TO_PROVIDE}.", SyntheticData, stacklevel=2)
+        splits = make_synthetic(shape)
+    return (splits if examples is None else splits.first(examples)).reshape(*shape)
 
 
-def recipe_of(model: nn.Module, splits: Splits, batch_size: int) -> Recipe:
+def build_recipe(model: nn.Module, splits: Splits, batch_size: int) -> Recipe:
+    """Return the recipe that the three nets have in common."""
     return Recipe(
         model=model,
         data=splits.train,

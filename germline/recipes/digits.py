@@ -1,16 +1,16 @@
-"""Handwritten digits, 8 x 8: a small net that learns in a minute on any machine."""
+"""Handwritten digits of 8 x 8 pixels: a small net that learns in a minute on any machine."""
 
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import digits as load
+from germline.data import load_digits
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import PSO, Gradient, OpenAIES
 
 
 def digits(*, seed: int = 0, hidden: int = 64, batch_size: int = 256) -> Recipe:
-    """Handwritten digits of 8 x 8 pixels, a net with one hidden layer."""
-    data = load()
+    """Classify handwritten digits of 8 x 8 pixels by a net with one hidden layer."""
+    data = load_digits()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10))),
         data=data.train,

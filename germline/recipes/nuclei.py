@@ -1,4 +1,4 @@
-"""Cell nuclei segmented by a U-Net, trained for what is asked of it: the first founding paper's encoder-decoder.
+"""Cell nuclei segmented by a U-Net, trained for the overlap with their masks: the encoder-decoder of Kalia et al.
 
 Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heterogeneous Computing Environments", 2022.
 """
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import nuclei
+from germline.data import load_nuclei
 from germline.errors import BadInput
 from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
@@ -18,11 +18,11 @@ from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
 
 Size = Literal["small", "large"]
-SHAPES = {"small": (4, 2), "large": (32, 3)}  # channels of the first level, and how often they are halved in size
+SHAPES = {"small": (4, 2), "large": (32, 3)}  # channels of the first level, and how often images are halved in size
 
 
 class UNet(nn.Module):
-    """An encoder whose every level is handed on to the decoder of the same size (Ronneberger et al. 2015).
+    """An encoder and a decoder, with a connection between their levels of the same size (Ronneberger et al. 2015).
 
     >>> net = UNet(4, 2)
     >>> net(torch.zeros(1, 1, 64, 64)).shape, sum(p.numel() for p in net.parameters())
@@ -32,72 +32,76 @@ class UNet(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         widths = [width << level for level in range(depth + 1)]
-        self.down = nn.ModuleList(level(*sizes) for sizes in zip((1, *widths), widths, strict=False))
-        self.up = nn.ModuleList(level(w + 2 * w, w) for w in reversed(widths[:-1]))
+        self.down = nn.ModuleList(two_convolutions(*sizes) for sizes in zip((1, *widths), widths, strict=False))
+        self.up = nn.ModuleList(two_convolutions(w + 2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, 1, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = []
+        levels = []
         for number, part in enumerate(self.down):
             x = part(F.max_pool2d(x, 2) if number else x)
-            kept.append(x)
-        for part, other in zip(self.up, reversed(kept[:-1]), strict=True):
-            x = part(torch.cat([F.interpolate(x, scale_factor=2.0), other], 1))
+            levels.append(x)
+        for part, level in zip(self.up, reversed(levels[:-1]), strict=True):
+            x = part(torch.cat([F.interpolate(x, scale_factor=2.0), level], 1))
         out: torch.Tensor = self.head(x)
         return out
 
 
-def level(inputs: int, outputs: int) -> nn.Module:
-    """Two convolutions."""
+def two_convolutions(inputs: int, outputs: int) -> nn.Module:
+    """Return two convolutions of 3 x 3, each with a ReLU."""
     first, second = nn.Conv2d(inputs, outputs, 3, padding=1), nn.Conv2d(outputs, outputs, 3, padding=1)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
 def overlap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each pixel, and what is missing of the Dice coefficient of each image, were it not hard."""
+    """Return the cross entropy of the pixels plus 1 minus the soft Dice coefficient, a mean over images."""
     inside = output.sigmoid()
-    both, all_of_it = (inside * target).sum((1, 2, 3)), (inside + target).sum((1, 2, 3))
-    missing = 1 - (2 * both + 1) / (all_of_it + 1)
+    both, total = areas(inside, target)
+    missing = 1 - (2 * both + 1) / (total + 1)
     return F.binary_cross_entropy_with_logits(output, target) + missing.mean()
 
 
 def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Twice what is in both, in parts of what is in each; the mean over images.
+    """Return the Dice coefficient, twice the intersection over the sum of both areas: a mean over images.
 
     >>> dice(torch.tensor([[[[3.0, 1.0], [-1.0, -2.0]]]]), torch.tensor([[[[1.0, 0.0], [0.0, 0.0]]]])).item()
     0.6666666865348816
     """
-    inside = (output > 0).float()
-    both, all_of_it = (inside * target).sum((1, 2, 3)), (inside + target).sum((1, 2, 3))
-    return torch.where(all_of_it > 0, 2 * both / all_of_it.clamp_min(1), 1.0).mean()
+    both, total = areas((output > 0).float(), target)
+    return torch.where(total > 0, 2 * both / total.clamp_min(1), 1.0).mean()
 
 
 def iou(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What is in both in parts of what is in any; the mean over images."""
-    inside = (output > 0).float()
-    both, either = (inside * target).sum((1, 2, 3)), torch.maximum(inside, target).sum((1, 2, 3))
+    """Return the intersection over the union: a mean over images."""
+    both, total = areas((output > 0).float(), target)
+    either = total - both
     return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean()
 
 
-def crops(images: torch.Tensor, size: int) -> torch.Tensor:
-    """Each image in squares."""
-    found = images.unfold(2, size, size).unfold(3, size, size)
-    return found.permute(0, 2, 3, 1, 4, 5).reshape(-1, 1, size, size).contiguous()
+def areas(inside: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return, for each image, the area of the intersection, and the sum of both areas."""
+    return (inside * target).sum((1, 2, 3)), (inside + target).sum((1, 2, 3))
+
+
+def cut_squares(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Return each image as squares of ``size`` pixels across."""
+    squares = images.unfold(2, size, size).unfold(3, size, size)
+    return squares.permute(0, 2, 3, 1, 4, 5).reshape(-1, 1, size, size).contiguous()
 
 
 def unet_nuclei(
     *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
 ) -> Recipe:
-    """Cell nuclei by a U-Net of 7,465 or 1,946,305 parameters; learns from squares, is judged by whole images."""
+    """Segment cell nuclei by a U-Net of 7,465 or 1,946,305 parameters, trained on squares, measured on whole images."""
     check_choice("size", size, typing.get_args(Size))
     if crop < 16 or 256 % crop:
-        raise BadInput(f"The setting crop is the size of squares that cut an image of 256 evenly, not {crop}.")
-    data = nuclei()
-    x, y = (crops(part, crop) for part in data.train)
-    some = y.amax((1, 2, 3)) > 0  # squares without a nucleus teach little
+        raise BadInput(f"The setting crop must be at least 16 and divide images of 256 pixels evenly, not {crop}.")
+    data = load_nuclei()
+    x, y = (cut_squares(part, crop) for part in data.train)
+    has_nucleus = y.amax((1, 2, 3)) > 0  # the others teach little
     return Recipe(
         model=seeded(seed, lambda: UNet(*SHAPES[size])),
-        data=(x[some], y[some]),
+        data=(x[has_nucleus], y[has_nucleus]),
         dev=data.dev,
         test=data.test,
         loss=overlap,

@@ -1,16 +1,16 @@
-"""MNIST by a population that learns by gradient descent apart and by evolution together: PESGD (Shahab, Grot 2020)."""
+"""MNIST by PESGD: members train separately by gradient descent, and evolve together (Shahab, Grot 2020)."""
 
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import mnist
+from germline.data import load_mnist
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import PESGD, Gradient
 
 
 def pesgd_mnist(*, seed: int = 0, hidden: int = 128, batch_size: int = 64, every: int = 1) -> Recipe:
-    """MNIST by a net with one hidden layer; a generation is an epoch of each member, and all are scored at its end."""
-    data = mnist()
+    """Classify MNIST by a net with one hidden layer; in each generation every member trains for an epoch."""
+    data = load_mnist()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))),
         data=data.train,

@@ -17,11 +17,31 @@ from germline.strategies.settings import check_choice
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model, its data, what is wanted of it, and how to train it.
+    """A model, its data, its objective, and how to train it.
 
-    Give one of ``loss`` (minimized), ``score`` (maximized) and ``objective`` (a function of the model). A function that
-    returns a Recipe can be given to ``germline train`` as FILE.py or module:function; its keyword arguments are the
-    recipe's settings.
+    A function that returns a Recipe can be given to ``germline train`` as FILE.py or module:function; its keyword
+    arguments are the recipe's settings.
+
+    Args:
+        model: The module to train.
+        data: The training set: a tuple or dict of tensors, a Dataset or a DataLoader.
+        dev: The set that settings are chosen by, in the same forms.
+        test: The set that results are reported on, in the same forms.
+        loss: A function of (output, target) to be minimized. Give one of ``loss``, ``score`` and ``objective``.
+        score: A function of (output, target) to be maximized, unless ``maximize`` is False.
+        objective: A function of the model to be minimized, unless ``maximize`` is True.
+        maximize: Whether larger is better.
+        metrics: Functions of (output, target) by which dev and test are measured; by default accuracy for classes.
+        strategy: The strategy that trains the model.
+        others: Good settings of other strategies, by the name of the strategy.
+        batch_size: Examples of a batch; by default that of the DataLoader, else all of the data.
+        shuffle: Whether every epoch has another order; otherwise all have the order of the data.
+        dtype: The arithmetic of the members: ``"float32"`` (the module's own types), ``"bfloat16"``, or ``"auto"``:
+            bfloat16 where it is faster and does not change the ranks of the members.
+        dropout: Whether members are scored with their dropout layers active.
+        generations: The number of generations after which a run ends by default.
+        evaluate_every: Generations between two measurements of dev and test.
+        snapshot_every: Generations between two snapshots of the state.
 
     >>> x = torch.randn(100, 4)
     >>> recipe = Recipe(model=nn.Linear(4, 1), data=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss)
@@ -37,15 +57,15 @@ class Recipe:
     score: Callable[..., Any] | None = None
     objective: Callable[..., Any] | None = None
     maximize: bool | None = None
-    metrics: Mapping[str, Metric] | None = None  # of (output, target); accuracy for classes if not given
+    metrics: Mapping[str, Metric] | None = None
     strategy: AnyStrategy = field(default_factory=OpenAIES)
-    others: Mapping[str, AnyStrategy] = field(default_factory=dict)  # good settings of other strategies, by name
-    batch_size: int | None = None  # a DataLoader's, else all of the data
-    shuffle: bool = True  # whether each epoch has an order of its own; else all have that of the data
-    dtype: DType = "auto"  # of the members' arithmetic: float32, bfloat16, or bfloat16 where it pays and ranks survive
-    dropout: bool = False  # whether members are scored with their dropout layers at work
+    others: Mapping[str, AnyStrategy] = field(default_factory=dict)
+    batch_size: int | None = None
+    shuffle: bool = True
+    dtype: DType = "auto"
+    dropout: bool = False
     generations: int = 300
-    evaluate_every: int = 10  # generations between scores of dev and test
+    evaluate_every: int = 10
     snapshot_every: int = 100
 
     def __post_init__(self) -> None:
@@ -56,19 +76,25 @@ class Recipe:
                 raise BadInput(f"{name} must be at least 1, not {value}.")
 
     def splits(self) -> dict[str, Data]:
-        named = {"train": self.data, "dev": self.dev, "test": self.test}
-        return {name: Data.from_source(source, name) for name, source in named.items() if source is not None}
+        """Return the data sets that are given, by the names train, dev and test."""
+        sources = {"train": self.data, "dev": self.dev, "test": self.test}
+        return {name: Data.from_source(source, name) for name, source in sources.items() if source is not None}
 
     def with_strategy(self, strategy: AnyStrategy) -> "Recipe":
         """Return the recipe with another strategy."""
         return replace(self, strategy=strategy)
 
     def goal(self) -> Objective:
+        """Return the objective by which members are scored."""
         return build_objective(self.loss, self.score, self.objective, self.maximize, self.metrics)
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """A module whose initial weights are a function of the seed; torch's global generator is left as it was.
+    """Return a module whose initial weights are a function of the seed, and leave torch's global generator unchanged.
+
+    Args:
+        seed: The seed of the weights.
+        build: A function that makes the module.
 
     >>> a, b = (seeded(1, lambda: nn.Linear(3, 2)) for _ in range(2))
     >>> torch.equal(a.weight, b.weight)

@@ -1,25 +1,29 @@
-"""Time series forecast by an LSTM: the recurrent networks of the first founding paper.
+"""Time series forecast by an LSTM: the recurrent networks of Kalia et al.
 
 A net sees by how much the values of a window differ from its last ones, and forecasts by how much the next ones will,
-both in units of the window's own deviation: so neither the level of a series nor its spread matters. If it says nothing
-it forecasts that all stays as it is, which is what forecasts are measured against.
+both in units of the window's standard deviation: so neither the level of a series nor its spread matters. An output of
+0 forecasts that the last value persists, which is what forecasts are measured against.
+
+Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heterogeneous Computing Environments", 2022.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import Splits, series, windows
+from germline.data import load_series, make_windows
 from germline.errors import BadInput
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 
 YEAR, MONTH = 365, 30 * 24  # days; hours
-STILL = 0.01  # deviation below which a window counts as constant
+LEAST_STD = 0.01  # added to the standard deviation of a window, which may be constant
 
 
 class Forecaster(nn.Module):
-    """Reads a window, and forecasts its last column.
+    """An LSTM that reads a window and forecasts its last column.
 
     >>> net = Forecaster(7, 16, 24)
     >>> net(torch.zeros(3, 48, 7)).shape
@@ -32,42 +36,41 @@ class Forecaster(nn.Module):
         self.head = nn.Linear(hidden, horizon)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        unit = x[:, :, -1].std(1, keepdim=True) + STILL
+        unit = x[:, :, -1].std(1, keepdim=True) + LEAST_STD
         states, _ = self.lstm((x - x[:, -1:]) / unit[:, :, None])
         change: torch.Tensor = self.head(states[:, -1])
         return x[:, -1, -1:] + change * unit
 
 
 def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared error of a forecast."""
     return F.mse_loss(output, target[:, 1:])
 
 
 def persistence_mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Of the forecast that all stays as it is."""
+    """Return the mean squared error of the forecast that the last known value persists."""
     return F.mse_loss(target[:, :1].expand_as(target[:, 1:]), target[:, 1:])
 
 
 def lstm_temperature(*, seed: int = 0, hidden: int = 16, window: int = 28, horizon: int = 1) -> Recipe:
-    """The minimum temperature of each day in Melbourne, 1981 to 1990, the next day's from the last four weeks."""
-    values = series("daily-min-temperatures.csv", [1])
-    data = windows(values, (6 * YEAR, 8 * YEAR, len(values)), *checked(window, horizon))
-    return recipe_of(data, hidden, seed)
+    """Forecast the next day's minimum temperature in Melbourne (1981 to 1990) from the last four weeks by an LSTM."""
+    values = load_series("daily-min-temperatures.csv", [1])
+    return build_recipe(values, (6 * YEAR, 8 * YEAR, len(values)), window, horizon, hidden, seed)
 
 
 def lstm_etth1(*, seed: int = 0, hidden: int = 16, window: int = 48, horizon: int = 24) -> Recipe:
-    """The oil temperature of a transformer, by the hour, the next day's from two days of it and of six loads."""
-    values = series("ETTh1.csv", range(1, 8))
-    data = windows(values, (12 * MONTH, 16 * MONTH, 20 * MONTH), *checked(window, horizon))
-    return recipe_of(data, hidden, seed)
+    """Forecast a day of a transformer's hourly oil temperature from two days of it and of six loads by an LSTM."""
+    values = load_series("ETTh1.csv", range(1, 8))
+    return build_recipe(values, (12 * MONTH, 16 * MONTH, 20 * MONTH), window, horizon, hidden, seed)
 
 
-def checked(window: int, horizon: int) -> tuple[int, int]:
+def build_recipe(
+    values: torch.Tensor, cuts: Sequence[int], window: int, horizon: int, hidden: int, seed: int
+) -> Recipe:
+    """Return the recipe of a series, whose train, dev and test end at the cuts."""
     if min(window, horizon) < 1:
-        raise BadInput(f"The settings window and horizon count values: not {window} and {horizon}.")
-    return window, horizon
-
-
-def recipe_of(data: Splits, hidden: int, seed: int) -> Recipe:
+        raise BadInput(f"The settings window and horizon must be at least 1, not {window} and {horizon}.")
+    data = make_windows(values, cuts, window, horizon)
     x, y = data.train
     return Recipe(
         model=seeded(seed, lambda: Forecaster(x.shape[2], hidden, y.shape[1] - 1)),

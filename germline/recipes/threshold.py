@@ -1,4 +1,4 @@
-"""Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by accuracy itself."""
+"""Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by their accuracy."""
 
 import typing
 from typing import Literal
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import digits
+from germline.data import load_digits
 from germline.objective import accuracy
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PSO, SNES, MuLambda, OpenAIES
@@ -17,7 +17,7 @@ Weights = Literal["real", "binary"]
 
 
 class Threshold(nn.Module):
-    """On above 0, else off.
+    """A layer whose output is 1 above 0, else 0.
 
     >>> Threshold()(torch.tensor([-0.1, 0.1]))
     tensor([0., 1.])
@@ -28,17 +28,17 @@ class Threshold(nn.Module):
 
 
 class Binary(nn.Linear):
-    """Weights of which the sign alone counts."""
+    """A linear layer that uses only the signs of its weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, torch.where(self.weight > 0, 1.0, -1.0).to(x.dtype), self.bias)
 
 
 def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "real") -> Recipe:
-    """Digits of 8 x 8 pixels by neurons that are on or off, with weights of one bit if wanted, for accuracy itself."""
+    """Classify digits of 8 x 8 pixels by neurons that are on or off, of real or binary weights, scored by accuracy."""
     check_choice("weights", weights, typing.get_args(Weights))
     layer = nn.Linear if weights == "real" else Binary
-    data = digits()
+    data = load_digits()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(layer(64, hidden), Threshold(), layer(hidden, 10))),
         data=data.train,
@@ -53,6 +53,6 @@ def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "rea
             "ga": GA(population=256, sigma=0.2),
             "pso": PSO(population=256, sigma=0.3),
         },
-        dtype="float32",  # what is on and what is off is a matter of last bits
+        dtype="float32",  # the last bits decide whether a neuron is on
         generations=600,
     )

@@ -1,0 +1,165 @@
+"""Images with classes: scikit-learn's digits, MNIST, CIFAR-10, and synthetic ones."""
+
+import gzip
+import itertools
+import lzma
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from germline.data.fetch import HOW_TO_PROVIDE, MissingDataError, data_folders, read_checked, read_published
+from germline.data.splits import Part, Splits
+from germline.errors import BadInput
+from germline.noise import Field, Stream
+from germline.objective import split
+
+MNIST = {  # SHA-256 of the compressed files, as they were first published
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
+MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+DEV_EXAMPLES = 5000  # of MNIST's training set
+
+CIFAR10 = {  # MD5 of the files of the binary version
+    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+    "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+    "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+    "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+    "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+}
+CIFAR10_PART = {  # SHA-256 of the first records of data_batch_1.bin and of test_batch.bin, compressed
+    "train_5000.bin.xz": "05bfeea0fb5e2ae3e940de2b006830d7986b29fb857019d1e84daa7f98abcbbb",
+    "test_1000.bin.xz": "4ddc7716aa713284c8b44c182a44e1c41369347b0f01c63d521f62d2c0a6d4ec",
+}
+CIFAR10_FOLDER = "cifar-10-batches-bin"  # as its archive unpacks
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # by channel
+
+CLASSES = 10
+SYNTHETIC_EXAMPLES = (5000, 1000, 1000)  # train, dev, test
+SYNTHETIC_SEED = 0x51E7  # of the images; the batches of a run come from the run's seed
+CELL = 4  # pixels across of the cells that patterns are made of
+
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+
+def load_digits() -> Splits:
+    """Return scikit-learn's 1,797 handwritten digits of 8 x 8 pixels from 0 to 1: 60 % train, 20 % dev, 20 % test.
+
+    They come with scikit-learn: nothing is downloaded.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise BadInput(
+            "The digits come with scikit-learn, which is not installed: pip install scikit-learn."
+        ) from error
+    bunch = datasets.load_digits()
+    x = torch.tensor(bunch.data / 16.0, dtype=torch.float32)
+    y = torch.tensor(bunch.target, dtype=torch.int64)
+    train, dev, test = ((x[part], y[part]) for part in map(torch.from_numpy, split(len(y), [0.6, 0.2])))
+    return Splits(train, dev, test)
+
+
+def load_mnist(*, download: bool = True) -> Splits:
+    """Return MNIST as vectors of 784 pixels with mean 0 and variance 1: 55,000 train, 5,000 dev, 10,000 test."""
+    images, labels, *test = read_mnist(download=download)
+    train, dev = split(len(labels), [1 - DEV_EXAMPLES / len(labels)])
+    parts = ((images[train], labels[train]), (images[dev], labels[dev]), test)
+    return Splits(*(mnist_part(x / 255, y, 0.1307, 0.3081) for x, y in parts))
+
+
+def load_mnist_of_hybrid_es() -> Splits:
+    """Return MNIST as in the Hybrid-ES paper (Bartolo): NumPy's permutation of seed 100, 10,000 dev, then 50,000 train.
+
+    The mean that is subtracted and the standard deviation that divides are those of all pixels of the training set.
+    """
+    images, labels, *test = read_mnist()
+    dev, train = np.split(np.random.RandomState(100).permutation(len(images)), [10_000])
+    mean, std = images[train].mean(), images[train].std()
+    parts = ((images[train], labels[train]), (images[dev], labels[dev]), test)
+    return Splits(*(mnist_part(x, y, mean, std) for x, y in parts))
+
+
+def read_mnist(*, download: bool = True) -> list[Bytes]:
+    """Return the images and labels of MNIST's training set, then of its test set."""
+    return [
+        decode_idx(read_published("mnist", MNIST_MIRROR, file, sha256, download=download))
+        for file, sha256 in MNIST.items()
+    ]
+
+
+def mnist_part(images: NDArray[Any], labels: Bytes, mean: float, std: float) -> Part:
+    """Return standardized vectors of pixels, and their classes."""
+    x = torch.from_numpy((images.reshape(len(images), -1) - mean) / std).float()
+    return x, torch.from_numpy(labels.astype(np.int64))
+
+
+def decode_idx(content: bytes) -> Bytes:
+    """Return the array of a file of MNIST: the number of dimensions in its fourth byte, their sizes, the elements."""
+    raw = gzip.decompress(content)
+    sizes = np.frombuffer(raw, ">i4", raw[3], offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * len(sizes)).reshape(sizes)
+
+
+def load_cifar10() -> Splits:
+    """Return CIFAR-10 as 3 x 32 x 32 pixels with mean 0 and variance 1; a tenth of the training set is dev.
+
+    Read from the folder of the published binary version, or from ``train_5000.bin.xz`` and ``test_1000.bin.xz``, which
+    are the first records of its first and of its last file. Nothing is downloaded.
+
+    Raises:
+        MissingDataError: Neither is on this machine.
+    """
+    *batches, test = read_cifar10()
+    records = np.concatenate(batches)
+    train, dev = split(len(records), [0.9])
+    return Splits(*map(cifar10_part, (records[train], records[dev], test)))
+
+
+def read_cifar10() -> list[Bytes]:
+    """Return the records of each file, the test set last: a label, then the red, green and blue pixels row by row."""
+    folders = [inner for folder in data_folders("cifar10") for inner in (folder / CIFAR10_FOLDER, folder)]
+    for folder, files in itertools.product(folders, (CIFAR10, CIFAR10_PART)):
+        if all((folder / file).is_file() for file in files):
+            contents = (read_checked(folder / file, digest) for file, digest in files.items())
+            raw = contents if files is CIFAR10 else map(lzma.decompress, contents)
+            return [np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32) for content in raw]
+    raise MissingDataError(
+        f"The binary version of CIFAR-10 ({', '.join(CIFAR10)}) is not on this machine: {HOW_TO_PROVIDE}."
+    )
+
+
+def cifar10_part(records: Bytes) -> Part:
+    """Return the standardized images and the classes of some records."""
+    x = torch.from_numpy(records[:, 1:].astype(np.float32)).view(-1, 3, 32, 32)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (CIFAR10_MEAN, CIFAR10_STD))
+    return x.div_(255).sub_(mean).div_(std), torch.from_numpy(records[:, 0].astype(np.int64))
+
+
+def make_synthetic(shape: tuple[int, int, int]) -> Splits:
+    """Return synthetic images of ten classes with mean 0 and variance 1, the same on every machine.
+
+    Each is the sum of the pattern of its class, made of cells of 4 x 4 pixels, and of noise of the same variance. The
+    classes have equal numbers of images.
+
+    Args:
+        shape: Channels, height and width.
+    """
+    channels, height, width = shape
+    field, count = Field(SYNTHETIC_SEED), sum(SYNTHETIC_EXAMPLES)
+
+    def draw(members: int, generation: int, *size: int) -> torch.Tensor:
+        span = (0, channels * size[0] * size[1])
+        return field.members(range(members), generation).integers(span, Stream.BATCH).view(members, channels, *size)
+
+    patterns = draw(CLASSES, 0, height // CELL, width // CELL)
+    patterns = patterns.repeat_interleave(CELL, 2).repeat_interleave(CELL, 3)
+    y = torch.arange(count) % CLASSES
+    x = (patterns[y] + draw(count, 1, height, width)).float().mul_(field.unit(None) / 2**0.5)
+    cuts = np.cumsum(SYNTHETIC_EXAMPLES)[:-1].tolist()
+    return Splits(*zip(x.tensor_split(cuts), y.tensor_split(cuts), strict=True))
