@@ -69,8 +69,8 @@ def worded(function: F) -> F:
             function(*arguments, **options)
         except BadInput as error:
             print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(1 if isinstance(error, MachineError) else 2) from None
-        except FleetLostError as error:
+            raise typer.Exit(2) from None
+        except (FleetLostError, MachineError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
         except KeyboardInterrupt:

@@ -63,7 +63,7 @@ def agrees(device: torch.device) -> bool:
     """A slice of the field, made on the device and by the definition."""
     low, high = noise.DIGEST_SPAN
     address = Address(0xF123456789ABCDEF, 0, 2**32 - 1, np.array([5, 2**32 - 1]), low)
-    expected = reference.slices(address, high - low, VALUES["popcount"].reading).astype(np.int8)
+    expected = reference.draw_integers(address, high - low, VALUES["popcount"].reading).astype(np.int8)
     return noise.field_digest(device) == hashlib.sha256(expected.tobytes()).hexdigest()
 
 

@@ -33,7 +33,7 @@ def header_of(
         "settings": settings_of(core.strategy),
         "maximize": core.objective.maximize,
         "seed": core.seed,
-        "layout": core.genome.described(),
+        "layout": core.genome.describe(),
         "fixed": frozen_sha256(core.module),
         "data": {name: data.fingerprint for name, data in splits.items()},
         "batch_size": batches.batch_size if batches is not None else None,

@@ -69,7 +69,7 @@ class Run:
         core.prepare(batch)
         plan = core.plan
         on_dev = self.on_dev(generation)
-        clock.taken()
+        clock.pop_seconds()
         if core.rears:
             result = core.rear(generation, self.lessons(generation), self.exam)
         else:
@@ -109,7 +109,7 @@ class Run:
             self.peak = max(self.peak, held)
             torch.cuda.reset_peak_memory_stats()
             return {"memory": held}
-        spent = {f"{part}_seconds": round(seconds, 6) for part, seconds in sorted(clock.taken().items())}
+        spent = {f"{part}_seconds": round(seconds, 6) for part, seconds in sorted(clock.pop_seconds().items())}
         return spent | ({"memory": held} if (held := resident_memory()) else {})
 
     def commit(self) -> None:

@@ -223,7 +223,7 @@ def rebuilt(recipe: Recipe, header: Mapping[str, Any], fleet: Local, path: Path,
     strategy = revive(header, recipe.strategy)
     core = Core(recipe.model, strategy, recipe.goal(), fleet, header["seed"], Plan(**header["evaluation"]))
     differences = {
-        "model": (core.genome.described(), header["layout"]),
+        "model": (core.genome.describe(), header["layout"]),
         "number of shards": (getattr(core.strategy, "shards", 1), header["settings"].get("shards", 1)),
         "objective": (core.objective.maximize, header["maximize"]),
         "order of the batches": (recipe.shuffle, header.get("shuffle", True)),

@@ -125,7 +125,7 @@ class GA:
         if self.crossover == "uniform":
             return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)
         if self.crossover == "one-point":
-            points = points_of(noise.field, int(noise.generation), self.population)[noise.places.members]
+            points = points_of(noise.field, int(noise.generation), self.population)[noise.members]
             cuts = as_tensor((points >> 8) * size >> 24, first.device)
             return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
         halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)

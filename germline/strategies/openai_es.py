@@ -18,7 +18,7 @@ from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Span, low_rank_matrices, round_to
 from germline.optim.optimizers import Moments
 from germline.optim.schedules import Scheduled, value_at
-from germline.optim.shaping import Shaping, in_shards, utilities, utility_unit
+from germline.optim.shaping import Shaping, shape_by_shard, utilities, utility_unit
 from germline.strategies.base import Candidates, GenerationResult
 from germline.strategies.settings import (
     build_optimizer,
@@ -103,7 +103,7 @@ class OpenAIES:
         return self.moved(state, noise.weighted_sum(weights, span, state.theta.dtype), result)
 
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
-        return in_shards(scores, self.shards, lambda part: utilities(part, self.shaping, maximize=maximize))
+        return shape_by_shard(scores, self.shards, lambda part: utilities(part, self.shaping, maximize=maximize))
 
     def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
         return noise.exact_sum(weights, span)[None]

@@ -21,7 +21,7 @@ from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Span, round_to
 from germline.optim.optimizers import exponential
 from germline.optim.schedules import Scheduled, value_at
-from germline.optim.shaping import any_finite, in_shards, utilities_by_rank
+from germline.optim.shaping import any_finite, shape_by_shard, utilities_by_rank
 from germline.strategies.base import Candidates, GenerationResult
 from germline.strategies.settings import check_number, check_population, check_rate, setting
 
@@ -108,7 +108,7 @@ class SNES:
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         assert self.utilities is not None, "see bind"
         table = self.utilities
-        return in_shards(
+        return shape_by_shard(
             scores,
             self.shards,
             lambda part: utilities_by_rank(part, table, maximize=maximize) if any_finite(part) else None,
