@@ -134,7 +134,7 @@ def test_fingerprints_tell_layouts_apart() -> None:
     assert len({fingerprint(m) for m in (plain, tied, named, frozen, double)}) == 5
     assert fingerprint(half) == fingerprint(plain)
     assert fingerprint(plain) == fingerprint(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    # golden: a layout's fingerprint stands in journals and must never change
+    # golden: a layout's fingerprint is recorded in journals and must never change
     golden = "2651d043776d5eb4"
     assert fingerprint(plain)[:16] == golden
 

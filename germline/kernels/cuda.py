@@ -224,7 +224,7 @@ def _count_tiles(start: int, count: int) -> int:
 
 
 def _field_arguments(address: Address, count: int) -> tuple[Any, ...]:
-    """Return what a field kernel takes of an address; the generation lies in GPU memory.
+    """Return the arguments of a field kernel that describe an address; the generation is in GPU memory.
 
     A kernel that was recorded in one generation is launched in others, and reads the number of the generation anew.
     """

@@ -351,8 +351,8 @@ def thin_convolution(
         b: B as filters, (addresses, rank, channels, kernel height, kernel width).
         member_address: for each member the index of its noise in ``b``.
         stride: of the convolution, along height and width.
-        padding: likewise.
-        dilation: likewise.
+        padding: of the convolution, along height and width.
+        dilation: of the convolution, along height and width.
     """
     members, n, channels, height, width = x.shape
     rank, out_height, out_width = out.shape[2:]

@@ -163,7 +163,7 @@ def check_whole_number(name: str, value: Any, limit: int) -> int:
         limit: a power of two, which the value must stay below.
 
     Raises:
-        BadInput: if the value is no whole number from 0 to limit - 1.
+        BadInput: if the value is not a whole number from 0 to limit - 1.
     """
     if not hasattr(value, "__index__") or not 0 <= operator.index(value) < limit:
         raise BadInput(f"The {name} must be a whole number from 0 to 2^{limit.bit_length() - 1} - 1, not {value!r}.")

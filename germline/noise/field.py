@@ -25,7 +25,7 @@ from germline.noise.addresses import (
 from germline.noise.members import Noise
 from germline.noise.scaling import round_to
 
-VERSION = 1  # of the field; stands in every journal's header
+VERSION = 1  # of the field; recorded in every journal's header
 DIGEST_SPAN = (777, 777 + 5000)  # the slice that proves a device
 
 

@@ -199,7 +199,7 @@ class Noise:
             int32 where no sum can leave it, else int64, by the bound that the weights themselves give.
 
         Raises:
-            BadInput: if the weights are no whole numbers or too large, or some of the noise is of low rank.
+            BadInput: if the weights are not whole numbers or are too large, or some of the noise is of low rank.
         """
         if power not in (1, 2):
             raise BadInput(f"Noise is summed at power 1 or 2, not {power}.")
