@@ -138,9 +138,13 @@ class MemberAddresses:
         return hashlib.sha256(self.members.tobytes()).digest()
 
 
+def locate_members(members: Integers, mirrored: bool) -> MemberAddresses:
+    """Return the addresses of some members; those of a range, such as the whole population, are cached."""
+    return locate_range(members, mirrored) if isinstance(members, range) else MemberAddresses(members, mirrored)
+
+
 @lru_cache(maxsize=16)
-def cached_member_addresses(members: range, mirrored: bool) -> MemberAddresses:
-    """Return the addresses of a range of members, which are the same in every generation."""
+def locate_range(members: range, mirrored: bool) -> MemberAddresses:
     return MemberAddresses(members, mirrored)
 
 

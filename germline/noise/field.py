@@ -10,18 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from germline.errors import BadInput
-from germline.noise.addresses import (
-    ADDRESS_LIMIT,
-    VALUES,
-    Integers,
-    Kind,
-    Matrix,
-    MemberAddresses,
-    Span,
-    Stream,
-    cached_member_addresses,
-    check_whole_number,
-)
+from germline.noise import addresses
+from germline.noise.addresses import ADDRESS_LIMIT, VALUES, Integers, Kind, Matrix, Span, Stream, check_whole_number
 from germline.noise.members import Noise
 from germline.noise.scaling import round_to
 
@@ -74,11 +64,7 @@ class Field:
         """
         if not isinstance(generation, torch.Tensor):
             generation = check_whole_number("generation", generation, ADDRESS_LIMIT)
-        if isinstance(members, range):
-            member_addresses = cached_member_addresses(members, self.mirrored)
-        else:
-            member_addresses = MemberAddresses(members, self.mirrored)
-        return Noise(self, member_addresses, generation, resolve_device(device))
+        return Noise(self, addresses.locate_members(members, self.mirrored), generation, resolve_device(device))
 
     def below(self, bound: int, count: int, generation: int, stream: Stream, *, member: int = 0) -> NDArray[np.int64]:
         """Draw ``count`` integers from 0 to bound - 1 on the host, uniform to one part in 2^32 / bound.
