@@ -13,4 +13,4 @@ data = Path(__file__).parent.parent / "shared" / "data"  # beside the repository
 if data.is_dir():
     os.environ.setdefault("GERMLINE_DATA", str(data))
 
-collect_ignore = [] if find_spec("triton") else ["germline/kernels/cuda.py", "germline/kernels/cuda_layers.py"]
+collect_ignore_glob = [] if find_spec("triton") else ["germline/kernels/cuda*.py"]

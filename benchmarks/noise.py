@@ -1,8 +1,8 @@
-"""How fast the noise field is, beside torch's own generator doing the same work, in one run.
+"""Measures how fast the noise field is compared with torch's generator doing the same work.
 
     python benchmarks/noise.py [--parameters N] [--members P] [--repeats R] [--json]
 
-Each pair of timings is interleaved and the best of each is taken, so that a noisy neighbor disturbs both alike.
+Each pair of timings is interleaved and the best of each is taken, so that other work on the machine affects both alike.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from germline.header import processor
 from germline.noise import Field
 
 SIGMA = 0.01
-BLOCK = 4  # members that are perturbed at once, into one buffer
+BLOCK = 4  # members that are perturbed together, into one buffer
 
 
 def best_times(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The best time of each, in seconds, taken in turns after one unmeasured call."""
+    """Return the best time of each function in seconds, called in turns after one unmeasured call."""
     best = dict.fromkeys(work, float("inf"))
     for turn in range(repeats + 1):
         for name, function in work.items():
@@ -32,6 +32,8 @@ def best_times(work: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def with_threads(threads: int, function: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that sets torch's number of threads, then calls the given one."""
+
     def call() -> None:
         torch.set_num_threads(threads)
         function()
@@ -39,7 +41,8 @@ def with_threads(threads: int, function: Callable[[], object]) -> Callable[[], o
     return call
 
 
-def cpu_rows(parameters: int, members: int, repeats: int) -> list[tuple[str, float, float]]:
+def measure_cpu(parameters: int, members: int, repeats: int) -> list[tuple[str, float, float]]:
+    """Return rows of (what is compared, how many times as fast it is, the target)."""
     field = Field(seed=1)
     noise = field.members(range(members), generation=0)
     blocks = [field.members(range(i, i + BLOCK), generation=0) for i in range(0, members, BLOCK)]
@@ -93,7 +96,8 @@ def cpu_rows(parameters: int, members: int, repeats: int) -> list[tuple[str, flo
     return rows
 
 
-def cuda_rows(parameters: int, members: int, repeats: int) -> list[tuple[str, float, float]]:
+def measure_cuda(parameters: int, members: int, repeats: int) -> list[tuple[str, float, float]]:
+    """Return rows of (what is compared, how many times as fast it is, the target)."""
     noise = Field(seed=1).members(range(members), generation=0, device="cuda")
     weights = list(range(1 - members, members, 2))
     theta, candidates = torch.zeros(parameters, device="cuda"), torch.empty(64, parameters, device="cuda")
@@ -128,14 +132,14 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=1 << 20)
     parser.add_argument("--members", type=int, default=16, help=f"a multiple of {BLOCK}")
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     arguments = parser.parse_args()
-    rows = cpu_rows(arguments.parameters, arguments.members, arguments.repeats)
+    rows = measure_cpu(arguments.parameters, arguments.members, arguments.repeats)
     if torch.cuda.is_available():
-        rows += cuda_rows(4 * arguments.parameters, 64 * arguments.members, arguments.repeats)
-    print(f"\n{'times as fast':>14} {'wanted':>7}")
-    for name, ratio, wanted in rows:
-        print(f"{ratio:14.2f} {wanted:7.1f}  {name}{'' if ratio >= wanted else '  (missed)'}")
+        rows += measure_cuda(4 * arguments.parameters, 64 * arguments.members, arguments.repeats)
+    print(f"\n{'times as fast':>14} {'target':>7}")
+    for name, ratio, target in rows:
+        print(f"{ratio:14.2f} {target:7.1f}  {name}{'' if ratio >= target else '  (missed)'}")
     if arguments.json:
         print(json.dumps({name: round(ratio, 3) for name, ratio, _ in rows}))
 

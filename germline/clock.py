@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds of each kind of work, of all threads together."""
+"""A clock for each kind of work: the seconds that a generation spends on noise, forward passes and the like."""
 
 import threading
 import time
@@ -7,38 +7,41 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Counts what is inside ``with clock("forward"):``, less what is counted there as something else.
+    """Measure the time inside ``with clock("forward"):``, less what is measured there as something else.
+
+    The seconds of all threads are added.
 
     >>> clock = Clock()
     >>> with clock("forward"), clock("noise"):
     ...     time.sleep(0.01)
-    >>> taken = clock.taken()
-    >>> taken["forward"] < 0.01 <= taken["noise"], clock.taken()
+    >>> seconds = clock.pop_seconds()
+    >>> seconds["forward"] < 0.01 <= seconds["noise"], clock.pop_seconds()
     (True, {})
     """
 
     def __init__(self) -> None:
-        self.spent: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         self.lock = threading.Lock()
         self.thread = threading.local()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        around, began = getattr(self.thread, "inside", 0.0), time.perf_counter()
-        self.thread.inside = 0.0
+        """Measure the time until the context ends as time of one part of the work."""
+        outer_nested, start = getattr(self.thread, "nested", 0.0), time.perf_counter()
+        self.thread.nested = 0.0  # seconds that contexts inside this one have measured
         try:
             yield
         finally:
-            took = time.perf_counter() - began
+            elapsed = time.perf_counter() - start
             with self.lock:
-                self.spent[part] = self.spent.get(part, 0.0) + took - self.thread.inside
-            self.thread.inside = around + took
+                self.seconds[part] = self.seconds.get(part, 0.0) + elapsed - self.thread.nested
+            self.thread.nested = outer_nested + elapsed
 
-    def taken(self) -> dict[str, float]:
-        """What was counted since this was last asked."""
+    def pop_seconds(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call, and start again from 0."""
         with self.lock:
-            spent, self.spent = self.spent, {}
-        return spent
+            seconds, self.seconds = self.seconds, {}
+        return seconds
 
 
 clock = Clock()  # of this process

@@ -1,11 +1,11 @@
-"""The exceptions that are addressed to a person."""
+"""The exceptions whose messages are written for the user."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class BadInput(ValueError):
-    """Something that was asked for cannot be done; the message is a sentence that says what to do about it.
+    """The user asked for something that cannot be done; the message says what to do about it.
 
     >>> import germline as gl
     >>> try:
@@ -16,16 +16,22 @@ class BadInput(ValueError):
     """
 
 
-class MachineError(BadInput):
-    """What was asked for was right, but the machine could not do it: a full disk, for example."""
+class MachineError(RuntimeError):
+    """The machine could not do what the user rightly asked for: its disk is full, for example."""
 
 
 class FleetLostError(RuntimeError):
-    """The other processes of a fleet are gone: this one ends, and whoever launched it may start all of them again."""
+    """The other processes of a fleet are gone: this process ends, and its launcher may start all of them again."""
 
 
 def unknown_name(what: str, name: str, names: Iterable[str]) -> BadInput:
-    """The answer to a misspelt name: the nearest valid one, and all of them."""
+    """Return the error for a misspelled name, with the nearest valid name and all of them.
+
+    Args:
+        what: the kind of thing that has the name, such as "strategy".
+        name: what the user wrote.
+        names: the valid names.
+    """
     valid = sorted(names)
     near = get_close_matches(name, valid, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""

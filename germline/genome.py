@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from germline.errors import BadInput
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in theta."""
+    """A slot is the part of theta that holds one parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Genome:
-    """The layout of a module's trainable parameters.
+    """A genome is the layout of a module's trainable parameters in one flat vector.
 
     >>> net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
     >>> genome = Genome.from_module(net)
@@ -51,6 +51,15 @@ class Genome:
 
     @classmethod
     def from_module(cls, module: nn.Module) -> "Genome":
+        """Return the layout of a module.
+
+        Args:
+            module: any module with trainable parameters.
+
+        Raises:
+            BadInput: if there are no trainable parameters, or one is lazy, is not a real floating-point tensor, or
+                shares memory with another tensor of the module.
+        """
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
@@ -72,37 +81,51 @@ class Genome:
 
     @property
     def size(self) -> int:
+        """Return the number of trainable parameters: the length of theta."""
         return self.slots[-1].stop
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the parameters, in the order of theta."""
         return [slot.shape for slot in self.slots]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of theta."""
+        """Return the dtype of theta."""
         return torch.float64 if any(slot.dtype == torch.float64 for slot in self.slots) else torch.float32
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for two modules when a theta of one is a theta of the other; 16-bit types do not matter to it."""
+        """Return a hash that is the same for two modules if a theta of one is a theta of the other.
+
+        The hash does not depend on which 16-bit types the parameters have.
+        """
         layout = [str(self.dtype), *([s.name, list(s.shape), list(s.aliases)] for s in self.slots)]
         return hashlib.sha256(json.dumps(layout, separators=(",", ":")).encode()).hexdigest()
 
-    def described(self) -> list[list[Any]]:
-        """The layout as JSON."""
+    def describe(self) -> list[list[Any]]:
+        """Return the layout as JSON, which ``from_description`` reads."""
         return [[s.name, list(s.shape), str(s.dtype), list(s.aliases)] for s in self.slots]
 
     @classmethod
-    def from_description(cls, described: list[list[Any]]) -> "Genome":
+    def from_description(cls, description: list[list[Any]]) -> "Genome":
+        """Return the layout that ``describe`` has written as JSON."""
         slots: list[Slot] = []
-        for name, shape, dtype, aliases in described:
-            kind = getattr(torch, dtype.removeprefix("torch."))
-            slots.append(Slot(name, tuple(shape), kind, slots[-1].stop if slots else 0, tuple(aliases)))
+        for name, shape, dtype_name, aliases in description:
+            dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            slots.append(Slot(name, tuple(shape), dtype, slots[-1].stop if slots else 0, tuple(aliases)))
         return cls(tuple(slots))
 
     def read(self, module: nn.Module, device: torch.device | str | None = None) -> torch.Tensor:
-        """The module's weights as a new theta, by default on the device of its first parameter."""
+        """Return the module's weights as a new theta.
+
+        Args:
+            module: a module with this layout.
+            device: of theta, by default that of the module's first parameter.
+
+        Raises:
+            BadInput: if the module has another layout.
+        """
         parameters = self.parameters(module)
         theta = torch.empty(self.size, dtype=self.dtype, device=device or parameters[0].device)
         for slot, parameter in zip(self.slots, parameters, strict=True):
@@ -111,15 +134,30 @@ class Genome:
 
     @torch.no_grad()
     def write(self, theta: torch.Tensor, module: nn.Module) -> None:
-        """Puts theta into the module's own parameters; nothing else of the module changes."""
+        """Copy theta into the module's parameters; nothing else of the module changes.
+
+        Args:
+            theta: a flat vector.
+            module: a module with this layout.
+
+        Raises:
+            BadInput: if theta or the module has another layout.
+        """
         views = self.views(theta)
         for slot, parameter in zip(self.slots, self.parameters(module), strict=True):
             parameter.copy_(views[slot.name])
 
     def views(self, theta: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Theta as named parameters, aliases included, ready for ``torch.func.functional_call``.
+        """Return theta as named parameters, aliases included, ready for ``torch.func.functional_call``.
 
-        They are views of theta wherever the parameter has theta's dtype. Theta may have leading dimensions (members).
+        Args:
+            theta: a flat vector; it may have leading dimensions (members).
+
+        Returns:
+            Views of theta wherever the parameter has theta's dtype, else copies.
+
+        Raises:
+            BadInput: if theta has another size.
         """
         if theta.shape[-1:] != (self.size,):
             raise BadInput(
@@ -132,56 +170,70 @@ class Genome:
         return named
 
     def parameters(self, module: nn.Module) -> list[nn.Parameter]:
-        """The parameters behind the slots, or a sentence that names the first difference."""
+        """Return the parameters behind the slots, or raise BadInput with the first difference."""
         other = Genome.from_module(module)
         if other.fingerprint != self.fingerprint:
-            for mine, theirs in zip(self.slots, other.slots, strict=False):
-                if (mine.name, mine.shape, mine.aliases) != (theirs.name, theirs.shape, theirs.aliases):
-                    raise BadInput(f"The module does not fit this genome: expected {mine}, found {theirs}.")
+            for expected, slot in zip(self.slots, other.slots, strict=False):
+                if (expected.name, expected.shape, expected.aliases) != (slot.name, slot.shape, slot.aliases):
+                    raise BadInput(f"The module does not fit this genome: expected {expected}, found {slot}.")
             counts = f"{len(self.slots)} parameters of {self.dtype}, found {len(other.slots)} of {other.dtype}"
             raise BadInput(f"The module does not fit this genome: expected {counts}.")
         named = dict(module.named_parameters(remove_duplicate=False))
         return [named[slot.name] for slot in self.slots]
 
 
+class MemoryRange(NamedTuple):
+    """A memory range holds the elements of one tensor of a module."""
+
+    device: str
+    start: int
+    stop: int
+    name: str
+    is_trainable: bool
+
+
 def refuse_shared_memory(module: nn.Module) -> None:
-    """Weights are tied by being one Parameter: a tie that rests on shared memory is lost when a module is copied."""
+    """Raise BadInput if a trainable parameter shares memory with another tensor of the module.
+
+    Tied weights must be one Parameter: a tie that rests on shared memory is lost when a module is copied.
+    """
     ranges = []
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if nn.parameter.is_lazy(tensor) or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
             continue
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         stop = tensor.data_ptr() + extent * tensor.element_size()
-        ranges.append((str(tensor.device), tensor.data_ptr(), stop, name, tensor.requires_grad))
-    furthest = ("", 0, 0, "", False)
-    for here in sorted(ranges):
-        if here[0] == furthest[0] and here[1] < furthest[2] and (here[4] or furthest[4]):
-            message = f"{furthest[3]} and {here[3]} lie in the same memory but are two tensors: "
+        ranges.append(MemoryRange(str(tensor.device), tensor.data_ptr(), stop, name, tensor.requires_grad))
+    furthest = MemoryRange("", 0, 0, "", False)
+    for memory in sorted(ranges):
+        overlaps = memory.device == furthest.device and memory.start < furthest.stop
+        if overlaps and (memory.is_trainable or furthest.is_trainable):
+            message = f"{furthest.name} and {memory.name} lie in the same memory but are two tensors: "
             raise BadInput(message + "tie weights by assigning one Parameter to both modules, or clone one of them.")
-        furthest = max(furthest, here, key=lambda r: (r[0], r[2]))
+        furthest = max(furthest, memory, key=lambda r: (r.device, r.stop))
 
 
 def frozen_sha256(module: nn.Module) -> str:
-    """The hash of what a run needs of a module and theta does not hold: frozen parameters and persistent buffers.
+    """Return the hash of what a run needs of a module in addition to theta: frozen parameters, persistent buffers.
 
-    The running statistics of batch norm are not needed: they are re-estimated.
+    The running statistics of batch norm are left out, since they are re-estimated.
+
+    Args:
+        module: the module of a run.
     """
     trainable = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    statistics = ("running_mean", "running_var", "num_batches_tracked")
-    estimated = {f"{name}.{what}".lstrip(".") for name in norms for what in statistics}
+    norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    buffers = ("running_mean", "running_var", "num_batches_tracked")
+    statistics = {f"{norm}.{buffer}".lstrip(".") for norm in norms for buffer in buffers}
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
-        if name not in trainable and name not in estimated:
+        if name not in trainable and name not in statistics:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def theta_sha256(theta: torch.Tensor) -> str:
-    """The hash of a flat vector: its little-endian bytes, in layout order."""
+    """Return the hash of a flat vector: of its little-endian bytes, in layout order."""
     array = theta.detach().cpu().contiguous().numpy()
     return hashlib.sha256(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()
-
-
-__all__ = ["Genome", "Slot", "theta_sha256"]

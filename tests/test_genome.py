@@ -1,4 +1,4 @@
-"""Modules to flat vectors and back."""
+"""Modules become flat vectors, and vectors modules."""
 
 import copy
 from typing import Any
@@ -12,7 +12,7 @@ from germline.genome import Genome, theta_sha256
 
 
 class Tied(nn.Module):
-    """An autoencoder whose decoder is its encoder, a frozen layer, a buffer and a bare parameter."""
+    """An autoencoder with a tied decoder, a frozen layer, a buffer and a bare parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def test_layout() -> None:
     assert (genome.size, genome.shapes, genome.dtype) == (33, [(), (4, 6), (4,), (4,)], torch.float32)
 
 
-def test_round_trip_changes_only_what_is_trainable() -> None:
+def test_a_round_trip_changes_only_trainable_parameters() -> None:
     module = Tied()
     before = copy.deepcopy(module.state_dict())
     genome = Genome.from_module(module)
@@ -88,7 +88,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
     assert torch.equal(module.weight, before)
 
 
-def test_layouts_in_memory_do_not_matter() -> None:
+def test_memory_formats_do_not_matter() -> None:
     plain = nn.Conv2d(3, 4, 2)
     strided = copy.deepcopy(plain).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     genome = Genome.from_module(plain)
@@ -98,16 +98,16 @@ def test_layouts_in_memory_do_not_matter() -> None:
     assert torch.equal(genome.read(strided), torch.arange(float(genome.size)))
 
 
-def test_the_layout_of_a_copy_is_that_of_the_original() -> None:
+def test_copies_and_descriptions_have_the_same_layout() -> None:
     module = Tied()
     genome = Genome.from_module(module)
     assert Genome.from_module(copy.deepcopy(module)) == genome
-    assert Genome.from_description(genome.described()) == genome
+    assert Genome.from_description(genome.describe()) == genome
     with torch.device("meta"):
         assert Genome.from_module(Tied()) == genome
 
 
-def test_another_device_and_another_type() -> None:
+def test_theta_on_another_device_and_a_module_of_another_type() -> None:
     module = nn.Linear(3, 2)
     genome = Genome.from_module(module)
     assert genome.read(module, device="meta").is_meta
@@ -134,7 +134,7 @@ def test_fingerprints_tell_layouts_apart() -> None:
     assert len({fingerprint(m) for m in (plain, tied, named, frozen, double)}) == 5
     assert fingerprint(half) == fingerprint(plain)
     assert fingerprint(plain) == fingerprint(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    # golden: a layout's fingerprint stands in journals and must never change
+    # golden: a layout's fingerprint is recorded in journals and must never change
     golden = "2651d043776d5eb4"
     assert fingerprint(plain)[:16] == golden
 
@@ -145,7 +145,7 @@ def test_theta_sha256_is_that_of_the_little_endian_bytes() -> None:
 
 
 class SharedMemory(nn.Module):
-    """Two windows on the same numbers, of which the second is trainable, frozen or a buffer."""
+    """Two overlapping views of one tensor, of which the second is trainable, frozen or a buffer."""
 
     def __init__(self, second: str) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("attempt", "sentence"),
+    ("attempt", "message"),
     [
         (lambda: Genome.from_module(nn.ReLU()), "no trainable parameters"),
         (lambda: Genome.from_module(nn.Linear(1, 1).requires_grad_(False)), "no trainable parameters"),
@@ -181,6 +181,6 @@ class Complex(nn.Module):
         ),
     ],
 )
-def test_what_has_no_genome_is_refused(attempt: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_modules_without_a_genome_are_errors(attempt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         attempt()

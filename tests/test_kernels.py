@@ -37,11 +37,12 @@ SPANS = [  # first parameter, how many
     (2**35 - 5, 5),
 ]
 spans = pytest.mark.parametrize("span", SPANS, ids=str)
+triton_only = pytest.mark.skipif(cuda is None, reason="Triton comes with torch on Linux only")
 both = pytest.mark.parametrize("kernels", [cpu, cuda] if cuda else [cpu], ids=lambda kernels: kernels.__name__[17:])
 
 
 def half(k: int, member: int, generation: int, stream: int) -> int:
-    """The design's words, one parameter at a time."""
+    """Return the half of one parameter, by the words of docs/design.md."""
     counter, key = [128 * (k // 1024) + k % 128, member, generation, stream], [SEED % 2**32, SEED >> 32]
     for _ in range(7):
         low, high = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
@@ -66,24 +67,24 @@ def address(start: int, generation: int = 2**32 - 1, stream: int = 3) -> Address
 
 
 def call(kernels: ModuleType, name: str, out: Array, *arguments: Any) -> Array:
-    """Runs one kernel on copies; ``out`` is filled with rubbish first, so that what is not written shows."""
+    """Run one kernel on copies; ``out`` is filled with 77 first, so that elements which are not written show."""
     result = np.full_like(out, 77)
     if kernels is not cuda:
         getattr(kernels, name)(result, *arguments)
         return result
     device_result = torch.from_numpy(result).to(GPU)
 
-    def there(x: Any) -> Any:
+    def to_gpu(x: Any) -> Any:
         if isinstance(x, Address):
             return x._replace(members=torch.from_numpy(x.members).to(GPU))
         return torch.from_numpy(x).to(GPU) if isinstance(x, np.ndarray) else x
 
-    getattr(cuda, name)(device_result, *map(there, arguments))
+    getattr(cuda, name)(device_result, *map(to_gpu, arguments))
     return device_result.cpu().numpy()
 
 
-def same(a: Array, b: Array) -> bool:
-    """Bit for bit: 0 and -0 differ."""
+def has_same_bits(a: Array, b: Array) -> bool:
+    """Return whether two arrays have the same bits: 0 and -0 differ."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -104,7 +105,7 @@ def test_fill(kernels: ModuleType, span: tuple[int, int], reading: Reading) -> N
     start, count = span
     out = np.empty((3, count), np.int32 if reading == Reading.HALF else np.int8)
     arguments = (address(start), reading)
-    assert same(call(kernels, "fill", out, *arguments), call(reference, "fill", out, *arguments))
+    assert has_same_bits(call(kernels, "fill", out, *arguments), call(reference, "fill", out, *arguments))
 
 
 @both
@@ -118,27 +119,54 @@ def test_perturb(kernels: ModuleType, span: tuple[int, int], vector: bool, dtype
     scale: Array = (random.random(count) if vector else np.array([0.1])).astype(dtype)  # all bits: products are rounded
     arguments = (theta, scale, np.array([1, -1, -1], np.int8), address(start), Reading.POPCOUNT)
     out: Array = np.empty((3, count), dtype)
-    assert same(call(kernels, "perturb", out, *arguments), call(reference, "perturb", out, *arguments))
+    assert has_same_bits(call(kernels, "perturb", out, *arguments), call(reference, "perturb", out, *arguments))
+
+
+@triton_only
+@pytest.mark.parametrize("vector", [False, True], ids=["one sigma", "sigma per parameter"])
+def test_perturb_in_mirrored_pairs(vector: bool) -> None:
+    random = np.random.default_rng(0)
+    theta = random.standard_normal(2000).astype(np.float32)
+    scale = (random.random(2000) if vector else np.array([0.1])).astype(np.float32)
+    out = np.empty((6, 2000), np.float32)
+    pairs = call(cuda, "perturb", out, theta, scale, None, address(777), Reading.POPCOUNT)
+    for first, sign in enumerate([1, -1]):
+        signs = np.full(3, sign, np.int8)
+        expected = call(reference, "perturb", out[::2], theta, scale, signs, address(777), Reading.POPCOUNT)
+        assert has_same_bits(pairs[first::2], expected)
 
 
 @both
-@pytest.mark.parametrize("center", [0, 4], ids=["eps", "eps squared - 4"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("rank", "skip", "count"), [(1, 0, 2400), (3, 17, 2000), (3, 39, 1)])
+def test_perturb_with_noise_of_low_rank(kernels: ModuleType, rank: int, skip: int, count: int, dtype: type) -> None:
+    random = np.random.default_rng(rank)
+    theta: Array = random.standard_normal(count).astype(dtype)
+    scale: Array = np.array([0.1], dtype)
+    a, b_t = random.integers(-8, 9, (3, 60, rank), np.int8), random.integers(-8, 9, (3, rank, 40), np.int8)
+    product = (a.astype(np.int64) @ b_t.astype(np.int64)).reshape(3, -1)[:, skip : skip + count]
+    expected: Array = theta + scale * product.astype(dtype)
+    assert has_same_bits(call(kernels, "perturb_outer", expected, theta, scale, a, b_t, skip), expected)
+
+
+@both
+@pytest.mark.parametrize("variance", [0, 4], ids=["eps", "eps squared - 4"])
 @spans
-def test_accumulate(kernels: ModuleType, span: tuple[int, int], center: int) -> None:
+def test_accumulate(kernels: ModuleType, span: tuple[int, int], variance: int) -> None:
     start, count = span
     weights = np.array([3, -7_000_000, 20_000_000], np.int32)
-    arguments = (weights, address(start), Reading.POPCOUNT, center)
+    arguments = (weights, address(start), Reading.POPCOUNT, variance)
     out = np.empty(count, np.int32)
-    assert same(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
+    assert has_same_bits(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
 
 
 @both
 def test_accumulate_over_many_members(kernels: ModuleType) -> None:
-    """More members than one program takes: on CUDA the sum is split over members too."""
+    """Sum more members than one program takes: on CUDA the sum is split over members too."""
     weights = np.arange(-50, 51, dtype=np.int32)
     arguments = (weights, Address(SEED, 0, 1, np.arange(101), 1000), Reading.POPCOUNT, 0)
     out = np.empty(300, np.int32)
-    assert same(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
+    assert has_same_bits(call(kernels, "accumulate", out, *arguments), call(reference, "accumulate", out, *arguments))
 
 
 @both
@@ -150,24 +178,24 @@ def test_accumulate_over_no_members(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_threads_change_nothing(threads: int) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
     count, members = 200_000, np.arange(3)
     weights, theta = np.array([5, -6, 7], np.int32), np.linspace(-1, 1, count, dtype=np.float32)
-    where, signs = Address(SEED, 0, 9, members, 500), np.ones(3, np.int8)
+    begin, signs = Address(SEED, 0, 9, members, 500), np.ones(3, np.int8)
     before = torch.get_num_threads()
 
-    def results() -> list[Array]:
+    def run_all() -> list[Array]:
         return [
-            call(cpu, "fill", np.empty((3, count), np.int8), where, Reading.POPCOUNT),
-            call(cpu, "perturb", np.empty((3, count), np.float32), theta, theta[:1], signs, where, Reading.POPCOUNT),
-            call(cpu, "accumulate", np.empty(count, np.int32), weights, where, Reading.POPCOUNT, 0),
+            call(cpu, "fill", np.empty((3, count), np.int8), begin, Reading.POPCOUNT),
+            call(cpu, "perturb", np.empty((3, count), np.float32), theta, theta[:1], signs, begin, Reading.POPCOUNT),
+            call(cpu, "accumulate", np.empty(count, np.int32), weights, begin, Reading.POPCOUNT, 0),
         ]
 
     try:
         torch.set_num_threads(1)
-        alone = results()
+        expected = run_all()
         torch.set_num_threads(threads)
-        assert all(same(a, b) for a, b in zip(alone, results(), strict=True))
+        assert all(has_same_bits(a, b) for a, b in zip(expected, run_all(), strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -175,21 +203,21 @@ def test_threads_change_nothing(threads: int) -> None:
 def test_many_threads_may_call_at_once() -> None:
     weights = np.arange(64, dtype=np.int32)
 
-    def once(generation: int) -> Array:
-        where = Address(SEED, 0, generation, np.arange(64), 100)
-        return call(cpu, "accumulate", np.empty(20_000, np.int32), weights, where, Reading.POPCOUNT, 0)
+    def accumulate(generation: int) -> Array:
+        begin = Address(SEED, 0, generation, np.arange(64), 100)
+        return call(cpu, "accumulate", np.empty(20_000, np.int32), weights, begin, Reading.POPCOUNT, 0)
 
-    alone = [once(generation) for generation in range(24)]
+    expected = [accumulate(generation) for generation in range(24)]
     with ThreadPoolExecutor(8) as threads:
-        together = list(threads.map(once, range(24)))
-    assert all(same(a, b) for a, b in zip(alone, together, strict=True))
+        sums = list(threads.map(accumulate, range(24)))
+    assert all(has_same_bits(a, b) for a, b in zip(expected, sums, strict=True))
 
 
 @both
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize(("rank", "positions"), [(1, 1), (3, 1), (1, 35), (2, 35)])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_blends_are_those_of_the_reference(
+def test_blends_agree_with_the_reference(
     kernels: ModuleType, rank: int, positions: int, relu: bool, dtype: Any
 ) -> None:
     rng = np.random.default_rng(rank + positions)
@@ -197,63 +225,74 @@ def test_blends_are_those_of_the_reference(
     shapes = [(n, rows, positions), (n, addresses, rank, positions), (addresses, rank, rows), (members, rows)]
     arrays: list[Any] = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     arrays[0][3, 2, 0] = np.nan
-    scales, where = rng.standard_normal(members).astype(dtype), np.array([0, 2, 2, 1, 0])
+    scales, member_address = rng.standard_normal(members).astype(dtype), np.array([0, 2, 2, 1, 0])
     expected = np.empty((members, n, rows, positions), dtype)
-    given: list[Any] = [*arrays, scales, where, relu, None]
-    reference.blend_outer(expected, *given)
-    assert np.allclose(blended(kernels, expected, given), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
-
-
-def blended(kernels: ModuleType, like: Array, given: list[Any]) -> Array:
-    """What a kernel makes of arrays, on its own device."""
-    if kernels is cpu:
-        got = np.empty_like(like)
-        cpu.blend_outer(got, *given)
-        return got
-    out = torch.empty(like.shape, dtype=torch.from_numpy(like).dtype, device=GPU)
-    on_card = [torch.from_numpy(x).to(GPU) if isinstance(x, np.ndarray) else x for x in given]
-    kernels.blend_outer(out, *on_card)
-    return out.cpu().numpy()
+    arguments = [*arrays, scales, member_address, relu, None]
+    reference.blend_outer(expected, *arguments)
+    assert np.allclose(
+        call(kernels, "blend_outer", expected, *arguments), expected, rtol=1e-4, atol=1e-5, equal_nan=True
+    )
 
 
 @both
 @pytest.mark.parametrize("window", [(5, 7, 2, 2, 2, 2), (5, 7, 3, 2, 1, 2), (5, 7, 2, 3, 3, 1), (5, 7, 5, 7, 1, 1)])
-def test_blends_are_pooled(kernels: ModuleType, window: tuple[int, ...]) -> None:
+def test_pooled_blends_agree_with_the_reference(kernels: ModuleType, window: tuple[int, ...]) -> None:
     rng = np.random.default_rng(1)
     members, n, rows, rank = 3, 4, 2, 2
     shapes = [(n, rows, 35), (n, 2, rank, 35), (2, rank, rows), (members, rows)]
     arrays: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     arrays[0][1, 1, 17] = np.nan
-    scales, where = rng.standard_normal(members).astype(np.float32), np.array([0, 1, 1])
-    high, wide, a, b, down, across = window
-    count = ((high - a) // down + 1) * ((wide - b) // across + 1)
+    scales, member_address = rng.standard_normal(members).astype(np.float32), np.array([0, 1, 1])
+    height, width, kernel_height, kernel_width, stride_y, stride_x = window
+    count = ((height - kernel_height) // stride_y + 1) * ((width - kernel_width) // stride_x + 1)
     expected = np.empty((members, n, rows, count), np.float32)
-    given: list[Any] = [*arrays, scales, where, True, window]
-    reference.blend_outer(expected, *given)
-    assert np.allclose(blended(kernels, expected, given), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    arguments = [*arrays, scales, member_address, True, window]
+    reference.blend_outer(expected, *arguments)
+    assert np.allclose(
+        call(kernels, "blend_outer", expected, *arguments), expected, rtol=1e-4, atol=1e-5, equal_nan=True
+    )
 
 
 # Triton's interpreter multiplies wrongly in bfloat16
 NARROW = torch.bfloat16 if GPU.type == "cuda" else torch.float16
-triton_only = pytest.mark.skipif(cuda is None, reason="Triton comes with torch on Linux only")
+
+
+@triton_only
+@pytest.mark.parametrize("window", [None, (2, 3, 2, 2, 1, 1)])
+def test_blends_with_dense_noise_or_only_a_bias(window: tuple[int, ...] | None) -> None:
+    rng = np.random.default_rng(2)
+    members, n, rows, addresses, positions = 5, 19, 7, 3, 6
+    base, noise, bias, scales = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in [(n, rows, positions), (n, addresses, rows, positions), (members, rows), (members,)]
+    )
+    member_address = np.array([0, 2, 2, 1, 0])
+    for x_e in (noise, None):
+        value = np.broadcast_to(base + bias[:, None, :, None], (members, n, rows, positions))
+        if x_e is not None:
+            value = value + scales[:, None, None, None] * x_e[:, member_address].transpose(1, 0, 2, 3)
+        if window is not None:
+            maps = value.reshape(members, n, rows, 2, 3)
+            value = np.stack([maps[..., i : i + 2].max((-2, -1)) for i in range(2)], -1)
+        got = call(cuda, "blend_outer", value, base, x_e, None, bias, scales, member_address, True, window)
+        assert np.allclose(got, np.maximum(value, 0), rtol=1e-4, atol=1e-5)
 
 
 @triton_only
 @pytest.mark.parametrize("rank", [1, 3])
-def test_blends_where_each_member_has_a_base_of_its_own(rank: int) -> None:
+def test_blends_with_one_base_per_member(rank: int) -> None:
     rng = np.random.default_rng(rank)
     members, n, rows, addresses, positions = 5, 19, 7, 3, 6
     shapes = [(members, n, rows, positions), (members, n, rank, positions), (addresses, rank, rows), (members, rows)]
-    given: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in [*shapes, (members,)]]
-    given += [np.array([0, 2, 2, 1, 0]), True]
+    arguments: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in [*shapes, (members,)]]
+    arguments += [np.array([0, 2, 2, 1, 0]), True]
     expected = np.empty((members, n, rows, positions), np.float32)
     pooled = np.empty((members, n, rows, 2), np.float32)
-    reference.blend_outer(expected, *given)
-    of_windows = [*given, (2, 3, 2, 2, 1, 1)]
-    reference.blend_outer(pooled, *of_windows)
-    assert np.allclose(blended(cuda, pooled, of_windows), pooled, rtol=1e-4, atol=1e-5)
-    tensors: list[Any] = [torch.from_numpy(array).to(GPU) for array in given[:-1]]
-    tensors.append(True)
+    reference.blend_outer(expected, *arguments)
+    with_window = [*arguments, (2, 3, 2, 2, 1, 1)]
+    reference.blend_outer(pooled, *with_window)
+    assert np.allclose(call(cuda, "blend_outer", pooled, *with_window), pooled, rtol=1e-4, atol=1e-5)
+    tensors: list[Any] = [*(torch.from_numpy(array).to(GPU) for array in arguments[:-1]), True]
     cuda.blend_outer(tensors[0], *tensors)  # in place
     assert np.allclose(tensors[0].cpu().numpy(), expected, rtol=1e-4, atol=1e-5)
 
@@ -266,34 +305,34 @@ def random_numbers(seed: int) -> Any:
 @triton_only
 @pytest.mark.parametrize(("n", "columns", "rank"), [(19, 70, 1), (130, 300, 3)])
 def test_thin_products(n: int, columns: int, rank: int) -> None:
-    random, where = random_numbers(n), torch.tensor([1, 1, 0], device=GPU)
+    random, member_address = random_numbers(n), torch.tensor([1, 1, 0], device=GPU)
     x, b = random(3, n, columns), random(2, rank, columns)
     out = torch.full((3, n, rank), 77.0, device=GPU)
-    cuda.thin_product(out, x, b, where)
-    assert torch.allclose(out.double(), x.double() @ b[where].double().transpose(1, 2), rtol=1e-4, atol=1e-3)
+    cuda.thin_product(out, x, b, member_address)
+    assert torch.allclose(out.double(), x.double() @ b[member_address].double().transpose(1, 2), rtol=1e-4, atol=1e-3)
 
 
 @triton_only
-@pytest.mark.parametrize("made", ["not", "of shared parts", "of parts of its own"])
+@pytest.mark.parametrize("blended", ["no", "shared parts", "parts of each member"])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize(("n", "rows", "columns", "rank"), [(19, 10, 70, 1), (130, 61, 33, 3)])
-def test_narrow_linear_layers(n: int, rows: int, columns: int, rank: int, relu: bool, made: str) -> None:
+def test_narrow_linear_layers(n: int, rows: int, columns: int, rank: int, relu: bool, blended: str) -> None:
     random, members, rank_x = random_numbers(n), 3, 2
-    scales, where = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
+    scales, member_address = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
     weight, a, b, bias = random(rows, columns), random(2, rank, rows), random(2, rank, columns), random(members, rows)
     x = random(members, n, columns)
     inputs: tuple[torch.Tensor, ...] = (x,)
-    if made != "not":
-        shared = made == "of shared parts"
-        base, thin = (random(n, columns), random(n, 2, rank_x)) if shared else (x, random(members, n, rank_x))
-        inputs = (base, thin, random(2, rank_x, columns), random(members, columns), 2 * scales)
+    if blended != "no":
+        shared = blended == "shared parts"
+        base, x_b = (random(n, columns), random(n, 2, rank_x)) if shared else (x, random(members, n, rank_x))
+        inputs = (base, x_b, random(2, rank_x, columns), random(members, columns), 2 * scales)
         x = torch.empty(members, n, columns, 1, dtype=NARROW, device=GPU)
-        cuda.blend_outer(x, base[..., None], thin[..., None], *inputs[2:], where, relu)
+        cuda.blend_outer(x, base[..., None], x_b[..., None], *inputs[2:], member_address, relu)
         x = x.squeeze(-1)
     out = torch.empty(members, n, rows, dtype=NARROW, device=GPU)
-    cuda.narrow_linear(out, inputs, relu, weight, a, b, bias, scales, where, relu)
+    cuda.narrow_linear(out, inputs, relu, weight, a, b, bias, scales, member_address, relu)
     for i in range(members):
-        noise = scales[i].double() * (a[where[i]].double().T @ b[where[i]].double())
+        noise = scales[i].double() * (a[member_address[i]].double().T @ b[member_address[i]].double())
         expected = x[i].double() @ (weight.double() + noise).T + bias[i].double()
         expected = expected.relu() if relu else expected
         error = (out[i].double() - expected).abs().max() / expected.square().mean().sqrt()
@@ -312,29 +351,34 @@ def test_adam_in_one_pass_has_the_bits_of_its_operations(decay: float) -> None:
         theta, moments = adam.step(theta, gradient, moments, 0.02)
         corrections = 0.02 / (1 - moments.power1), 1 / math.sqrt(1 - moments.power2)
         scalars = (0.02 * decay, 0.9, 1 - 0.9, 0.999, 1 - 0.999, *corrections, 1e-8)
-        round_to = tuple(float(np.float32(value)) for value in scalars)
-        fused, first, second = cuda.adam(fused, first, second, gradient.to(GPU), round_to)
+        rounded = tuple(float(np.float32(value)) for value in scalars)
+        fused, first, second = cuda.adam(fused, first, second, gradient.to(GPU), rounded)
         assert torch.equal(fused.cpu(), theta)
 
 
 @triton_only
 @pytest.mark.parametrize(
-    ("sizes", "kernel", "stride", "padding", "dilation"),
+    ("channels", "sizes", "kernel", "stride", "padding", "dilation"),
     [
-        ((9, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
-        ((9, 8), (5, 2), (2, 1), (0, 1), (1, 2)),
-        ((1, 30), (1, 4), (1, 3), (0, 2), (1, 1)),
+        (5, (9, 8), (3, 3), (1, 1), (1, 1), (1, 1)),
+        (5, (9, 8), (5, 2), (2, 1), (0, 1), (1, 2)),
+        (5, (1, 30), (1, 4), (1, 3), (0, 2), (1, 1)),
+        (16, (4, 8), (3, 2), (1, 1), (1, 1), (1, 1)),
+        (19, (9, 8), (3, 3), (2, 1), (0, 1), (1, 2)),
     ],
 )
-def test_thin_convolutions(sizes: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
-    random, where = random_numbers(3), torch.tensor([1, 1, 0], device=GPU)
-    x, b = random(3, 11, 5, *sizes), random(2, 2, 5, *kernel)
+def test_thin_convolutions(channels: int, sizes: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> None:
+    random, member_address = random_numbers(3), torch.tensor([1, 1, 0], device=GPU)
+    x, b = random(3, 11, channels, *sizes), random(2, 2, channels, *kernel)
     expected = torch.stack(
-        [F.conv2d(x[i].double(), b[where[i]].double(), None, stride, padding, dilation) for i in range(3)]
+        [F.conv2d(x[i].double(), b[member_address[i]].double(), None, stride, padding, dilation) for i in range(3)]
     )
     out = torch.full(expected.shape, 77.0, device=GPU)
-    cuda.thin_convolution(out, x, b, where, stride, padding, dilation)
-    assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-3)
+    cuda.thin_convolution(out, x, b, member_address, stride, padding, dilation)
+    if channels < 8:
+        assert torch.allclose(out.double(), expected, rtol=1e-4, atol=1e-3)
+    else:  # the products of each tap of a filter are rounded to 16 bits
+        assert (out.double() - expected).abs().max() / expected.square().mean().sqrt() < 0.02
 
 
 @triton_only
@@ -351,27 +395,27 @@ def test_layer_norms(columns: int) -> None:
 
 @triton_only
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("has_state", [True, False])
 @pytest.mark.parametrize("examples_first", [True, False])
-@pytest.mark.parametrize("few", [True, False])
-def test_lstms_whose_state_stays_on_the_chip(few: bool, examples_first: bool, begun: bool, shared: bool) -> None:
-    if shared and not few:
-        shared = False  # what the weights have made of an input is each member's own
+@pytest.mark.parametrize("few_inputs", [True, False])
+def test_lstms(few_inputs: bool, examples_first: bool, has_state: bool, shared: bool) -> None:
+    if shared and not few_inputs:
+        shared = False  # each member has its own products with the input weights
     random, members, n, steps, hidden, inputs = random_numbers(7), 3, 70, 5, 20, 2
-    scales, where = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
+    scales, member_address = torch.tensor([0.1, -0.1, 0.3], device=GPU), torch.tensor([1, 1, 0], device=GPU)
     sizes = (n, steps) if examples_first else (steps, n)
     x, weight_x = random(*(() if shared else (members,)), *sizes, inputs), random(members, 4 * hidden, inputs)
     weight, a, b = random(4 * hidden, hidden) / 4, random(2, 4 * hidden), random(2, hidden)
     bias = random(members, 4 * hidden).float()
-    first = (random(members, n, hidden), random(members, n, hidden)) if begun else None
+    first = (random(members, n, hidden), random(members, n, hidden)) if has_state else None
     out, last = random(members, *sizes, hidden), (random(members, n, hidden), random(members, n, hidden))
-    given: list[Any] = [x, weight_x] if few else [torch.einsum("mabi,mki->mabk", x, weight_x), None]
-    cuda.lstm(out, last, first, weight, a, b, bias, scales, where, given[0], given[1], examples_first)
+    source: tuple[Any, Any] = (x, weight_x) if few_inputs else (torch.einsum("mabi,mki->mabk", x, weight_x), None)
+    cuda.lstm(out, last, first, weight, a, b, bias, scales, member_address, *source, examples_first)
     for i in range(members):
         layer = torch.nn.LSTM(inputs, hidden, batch_first=examples_first).double()
-        noise = scales[i].double() * torch.outer(a[where[i]].double(), b[where[i]].double())
-        parts = (weight_x[i], weight.double() + noise, bias[i], torch.zeros(4 * hidden, device=GPU))
-        for parameter, value in zip(layer.parameters(), parts, strict=True):
+        noise = scales[i].double() * torch.outer(a[member_address[i]].double(), b[member_address[i]].double())
+        weights = (weight_x[i], weight.double() + noise, bias[i], torch.zeros(4 * hidden, device=GPU))
+        for parameter, value in zip(layer.parameters(), weights, strict=True):
             parameter.data = value.double().cpu()
         states = tuple(state[i][None].double().cpu() for state in first) if first else None
         expected, ends = layer((x if shared else x[i]).double().cpu(), states)

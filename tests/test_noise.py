@@ -1,4 +1,4 @@
-"""The field as the rest of the package uses it: slices, perturbations, exact sums, refusals."""
+"""The field as the rest of the package uses it: slices, perturbations, exact sums, and errors."""
 
 import hashlib
 import json
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from germline.kernels import Reading
-from germline.noise import VALUES, Field, Kind, Stream, chunks, low_rank_matrices, scale_sigma
+from germline.kernels import Reading, reference
+from germline.noise import VALUES, Field, Kind, Stream, low_rank_matrices, scale_sigma
+from germline.noise.weights import split_by_bound
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "field_v1.json").read_text())
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -20,6 +21,8 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 every_kind = pytest.mark.parametrize("kind", ["popcount", "sign", "uniform"])
 SHAPES = [(30, 7, 3, 3), (30,), (4, 30), (2, 2), (50, 40), (1,)]  # the last but two has no smaller factors at rank 1
 SIZE = 30 * 63 + 30 + 120 + 4 + 2000 + 1
+# the largest magnitudes of eps and of eps^2 - variance; of signs the latter is 0, and bounded by 1
+LARGEST = {"popcount": (8, 8**2 - 4), "sign": (1, 1), "uniform": (15, 15**2 - 85)}
 
 
 @on_every_device
@@ -59,10 +62,8 @@ def test_bits_and_values_are_readings_of_the_same_halves(kind: Kind) -> None:
 
 
 def test_limits_and_variances_are_those_of_all_halves() -> None:
-    from germline.kernels import reference
-
     for values in VALUES.values():
-        every = reference.read(np.arange(65536), values.reading)
+        every = reference.read_halves(np.arange(65536), values.reading)
         assert (every.sum(), (every**2).sum()) == (0, 65536 * values.variance)
         assert abs(every).max() == values.limit
     assert Reading.HALF not in {values.reading for values in VALUES.values()}
@@ -91,7 +92,7 @@ def test_perturb_is_theta_plus_sigma_z(rank: int | None, mirrored: bool, device:
 
 
 def plain_noise(field: Field, members: list[int], generation: int) -> torch.Tensor:
-    """Unit-variance noise of the whole genome from the definition of the layout, matrix by matrix, in float64."""
+    """Return unit-variance noise of the whole genome by the definition of the layout, matrix by matrix, in float64."""
     rows = []
     for member in members:
         address, sign = (member >> 1, 1 - 2 * (member & 1)) if field.mirrored else (member, 1)
@@ -109,7 +110,7 @@ def plain_noise(field: Field, members: list[int], generation: int) -> torch.Tens
     return torch.stack(rows)
 
 
-def test_which_parameters_are_of_low_rank() -> None:
+def test_which_parameters_have_noise_of_low_rank() -> None:
     assert [(m.start, m.rows, m.columns, m.address) for m in low_rank_matrices(SHAPES, 1)] == [
         (0, 30, 63, 0),
         (1920, 4, 30, 93),
@@ -185,14 +186,15 @@ def test_accumulate_is_exact_whatever_the_weights(
     for k, total in enumerate(got.tolist()):
         terms = ((int(w), row[k]) for w, row in zip(weights, eps, strict=True))
         assert total == sum(w * e if power == 1 else w * (e * e - variance) for w, e in terms)
-    assert (got.dtype == torch.int32) if size == 1 else (size < 10**9 or kind == "sign" or got.dtype == torch.int64)
+    fits = int(abs(weights).sum()) * LARGEST[kind][power - 1] < 2**31
+    assert got.dtype == (torch.int32 if fits else torch.int64)
 
 
 def test_the_bound_decides_between_32_and_64_bits() -> None:
     noise = Field(0).members([0, 1], 0)
     assert noise.accumulate([2**27, 2**27 - 1], (0, 9)).dtype == torch.int32  # 8 (2^28 - 1) < 2^31
     assert noise.accumulate([2**27, -(2**27)], (0, 9)).dtype == torch.int64
-    assert list(chunks(np.array([2**27, 2**27 - 1, 1, 5]), 8)) == [slice(0, 2), slice(2, 4)]
+    assert list(split_by_bound(np.array([2**27, 2**27 - 1, 1, 5]), 8)) == [slice(0, 2), slice(2, 4)]
     assert noise.accumulate([0, 2**40], (0, 9)).dtype == torch.int64
     same = Field(0).members([3, 3], 0)
     assert same.accumulate([2**40, -(2**40)], (0, 9)).tolist() == [0] * 9
@@ -204,8 +206,8 @@ def test_the_bound_decides_between_32_and_64_bits() -> None:
 
 
 @on_every_device
-def test_many_members(device: str) -> None:
-    """More than fit one launch in a direction of a grid, and more than low-rank factors are held of at once."""
+def test_sums_over_many_members(device: str) -> None:
+    """Sum more members than one dimension of a grid has programs, and more than fit into the scratch memory."""
     field = Field(3, matrices=low_rank_matrices([(4, 30)], 1))
     members = range(70_000)
     noise = field.members(members, 2, device)
@@ -214,11 +216,11 @@ def test_many_members(device: str) -> None:
     expected = torch.einsum("mrk,mck->rc", a.double(), b.double())
     assert torch.equal(noise.accumulate_low_rank([1] * 70_000, field.matrices[0]), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("germline.noise.SCRATCH", 34 * 999)
+        patch.setattr("germline.noise.members.SCRATCH", 34 * 999)
         assert torch.equal(noise.accumulate_low_rank([1] * 70_000, field.matrices[0]), expected)
 
 
-def test_other_draws_are_of_the_member_itself_mirrored_or_not() -> None:
+def test_halves_bits_and_words_do_not_depend_on_mirroring() -> None:
     plain, mirrored = (Field(9, mirrored=m).members([2, 3], 2) for m in (False, True))
     assert torch.equal(plain.halves((0, 50), Stream.DROPOUT), mirrored.halves((0, 50), Stream.DROPOUT))
     assert torch.equal(plain.bits((0, 50), Stream.DROPOUT), mirrored.bits((0, 50), Stream.DROPOUT))
@@ -238,7 +240,7 @@ def test_negative_zeros_do_not_depend_on_the_cut() -> None:
 
 
 @on_every_device
-def test_nothing_of_nothing(device: str) -> None:
+def test_empty_populations_and_spans(device: str) -> None:
     field = Field(4, matrices=low_rank_matrices([(30, 40)], 1))
     noise = field.members([], 0, device)
     assert noise.perturb(torch.zeros(1200, device=device), 0.1).shape == (0, 1200)
@@ -250,7 +252,7 @@ def test_nothing_of_nothing(device: str) -> None:
     assert not Field(1).members([0], 0, device).perturb(theta, 0.1).requires_grad
 
 
-def test_host_draws_are_within_bounds_even_and_permutations() -> None:
+def test_host_draws_are_uniform_and_permutations_complete() -> None:
     field = Field(8)
     draws = field.below(10, 100_000, 3, Stream.BATCH)
     counts = np.bincount(draws, minlength=10)
@@ -266,7 +268,7 @@ def test_host_draws_are_within_bounds_even_and_permutations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attempt", "sentence"),
+    ("attempt", "message"),
     [
         (lambda: Field(-1), "seed"),
         (lambda: Field(2**64), "seed"),
@@ -295,8 +297,8 @@ def test_host_draws_are_within_bounds_even_and_permutations() -> None:
         (lambda: low_rank_matrices([(2, 3)], [1, 1]), "ranks"),
     ],
 )
-def test_what_cannot_be_addressed_is_refused(attempt: Any, sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_bad_addresses_and_arguments_are_errors(attempt: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         attempt()
 
 

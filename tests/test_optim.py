@@ -1,4 +1,4 @@
-"""Optimizers and exponential: the written order of operations, bit for bit in NumPy, torch on the CPU and CUDA."""
+"""Optimizers and the exponential have the same bits in NumPy and in torch on the CPU and CUDA."""
 
 import math
 from typing import Any
@@ -15,12 +15,12 @@ Optimizer = SGD | Adam
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
-OPTIMISERS = [SGD(), SGD(weight_decay=0.1), SGD(momentum=0.9, weight_decay=0.01), Adam(), Adam(0.8, 0.99, 1e-6, 0.1)]
+OPTIMIZERS = [SGD(), SGD(weight_decay=0.1), SGD(momentum=0.9, weight_decay=0.01), Adam(), Adam(0.8, 0.99, 1e-6, 0.1)]
 STEPS, SIZE = 1000, 301
 
 
-def numpy_run(optimizer: Optimizer, theta: Array, gradients: list[Array], rates: list[float]) -> Array:
-    """The same equations, written again with NumPy's own arithmetic."""
+def run_numpy(optimizer: Optimizer, theta: Array, gradients: list[Array], rates: list[float]) -> Array:
+    """Run an optimizer by its equations, written again in NumPy's arithmetic."""
     kind = theta.dtype.type
     first, second = np.zeros_like(theta), np.zeros_like(theta)
     power1 = power2 = 1.0
@@ -50,7 +50,7 @@ def problem(dtype: type) -> tuple[Array, list[Array], list[float]]:
     return random.standard_normal(SIZE).astype(dtype), gradients, (0.1 * random.random(STEPS)).tolist()
 
 
-def torch_run(
+def run_torch(
     optimizer: Optimizer, theta: Array, gradients: list[Array], rates: list[float], device: str, span: slice
 ) -> Array:
     x = torch.from_numpy(theta[span].copy()).to(device)
@@ -62,20 +62,20 @@ def torch_run(
 
 @on_every_device
 @every_dtype
-@pytest.mark.parametrize("optimizer", OPTIMISERS, ids=repr)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
 def test_a_thousand_steps_have_the_bits_of_numpy(optimizer: Optimizer, dtype: type, device: str) -> None:
     theta, gradients, rates = problem(dtype)
-    expected = numpy_run(optimizer, theta, gradients, rates)
+    expected = run_numpy(optimizer, theta, gradients, rates)
     assert np.isfinite(expected).all()
-    assert np.array_equal(torch_run(optimizer, theta, gradients, rates, device, slice(None)), expected)
+    assert np.array_equal(run_torch(optimizer, theta, gradients, rates, device, slice(None)), expected)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMISERS, ids=repr)
-def test_any_span_of_columns_is_a_part_of_the_whole(optimizer: Optimizer) -> None:
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_a_span_of_columns_has_the_bits_of_the_whole(optimizer: Optimizer) -> None:
     theta, gradients, rates = problem(np.float32)
-    whole = torch_run(optimizer, theta, gradients[:50], rates[:50], "cpu", slice(None))
+    whole = run_torch(optimizer, theta, gradients[:50], rates[:50], "cpu", slice(None))
     for span in (slice(0, 1), slice(3, 130), slice(130, 301), slice(5, 5)):
-        assert np.array_equal(torch_run(optimizer, theta, gradients[:50], rates[:50], "cpu", span), whole[span])
+        assert np.array_equal(run_torch(optimizer, theta, gradients[:50], rates[:50], "cpu", span), whole[span])
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_any_span_of_columns_is_a_part_of_the_whole(optimizer: Optimizer) -> Non
     ],
     ids=lambda x: repr(x) if isinstance(x, SGD | Adam) else "",
 )
-def test_the_same_algorithm_as_torch(ours: Optimizer, theirs: Any) -> None:
+def test_algorithms_are_those_of_torch(ours: Optimizer, theirs: Any) -> None:
     theta, gradients, _ = problem(np.float64)
     parameter = torch.nn.Parameter(torch.from_numpy(theta.copy()))
     optimizer = theirs([parameter])
     for g in gradients[:200]:
         parameter.grad = torch.from_numpy(g)
         optimizer.step()
-    got = torch_run(ours, theta, gradients[:200], [0.01] * 200, "cpu", slice(None))
+    got = run_torch(ours, theta, gradients[:200], [0.01] * 200, "cpu", slice(None))
     assert np.allclose(got, parameter.detach().numpy(), rtol=1e-9, atol=1e-12)
 
 

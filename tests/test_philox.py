@@ -1,4 +1,4 @@
-"""Philox4x32 against the known answers that Random123 publishes (kat_vectors), in all three implementations."""
+"""Philox4x32 gives the answers that Random123 publishes (kat_vectors), in all three implementations."""
 
 import numpy as np
 import pytest
@@ -20,24 +20,28 @@ KNOWN = [  # rounds, counter and key, answer
     (10, ONES, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (10, PI, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
 ]
-known = pytest.mark.parametrize(("rounds", "given", "answer"), KNOWN)
+known = pytest.mark.parametrize(("rounds", "counter_and_key", "answer"), KNOWN)
 
 
 @known
-def test_reference(rounds: int, given: tuple[int, ...], answer: tuple[int, ...]) -> None:
-    out = reference.philox([np.array([c]) for c in given[:4]], (given[4], given[5]), rounds)
+def test_reference_gives_the_known_answers(
+    rounds: int, counter_and_key: tuple[int, ...], answer: tuple[int, ...]
+) -> None:
+    out = reference.philox(
+        [np.array([c]) for c in counter_and_key[:4]], (counter_and_key[4], counter_and_key[5]), rounds
+    )
     assert tuple(int(word[0]) for word in out) == answer
 
 
 @known
-def test_cpu(rounds: int, given: tuple[int, ...], answer: tuple[int, ...]) -> None:
-    assert tuple(int(word) for word in cpu.words(*given, rounds)) == answer
+def test_cpu_gives_the_known_answers(rounds: int, counter_and_key: tuple[int, ...], answer: tuple[int, ...]) -> None:
+    assert tuple(int(word) for word in cpu.philox(*counter_and_key, rounds)) == answer
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def philox_once(out, given, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    c0, c1, c2 = tl.load(given).to(tl.uint32), tl.load(given + 1).to(tl.uint32), tl.load(given + 2).to(tl.uint32)
-    c3, k0, k1 = tl.load(given + 3).to(tl.uint32), tl.load(given + 4).to(tl.uint32), tl.load(given + 5).to(tl.uint32)
+def philox_once(out, source, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    c0, c1, c2 = tl.load(source).to(tl.uint32), tl.load(source + 1).to(tl.uint32), tl.load(source + 2).to(tl.uint32)
+    c3, k0, k1 = tl.load(source + 3).to(tl.uint32), tl.load(source + 4).to(tl.uint32), tl.load(source + 5).to(tl.uint32)
     c0, c1, c2, c3 = philox_impl(c0, c1, c2, c3, k0, k1, ROUNDS)
     tl.store(out, c0.to(tl.int64))
     tl.store(out + 1, c1.to(tl.int64))
@@ -46,8 +50,8 @@ def philox_once(out, given, ROUNDS: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @known
-def test_triton(rounds: int, given: tuple[int, ...], answer: tuple[int, ...]) -> None:
+def test_triton_gives_the_known_answers(rounds: int, counter_and_key: tuple[int, ...], answer: tuple[int, ...]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = torch.zeros(4, dtype=torch.int64, device=device)
-    philox_once[(1,)](out, torch.tensor(given, device=device), ROUNDS=rounds)
+    philox_once[(1,)](out, torch.tensor(counter_and_key, device=device), ROUNDS=rounds)
     assert tuple(word & 0xFFFFFFFF for word in out.tolist()) == answer

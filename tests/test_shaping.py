@@ -1,11 +1,13 @@
-"""Scores to integer utilities."""
+"""Fitness shaping turns scores into integer utilities."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from germline.optim.shaping import CLIP, ONE, ranks, utilities, utility_unit, zscores
+from germline.optim.shaping import CLIP, ONE, ranks, shape_by_shard, utilities, utility_unit, zscores
 
 NAN, INF = float("nan"), float("inf")
 
@@ -34,7 +36,7 @@ def test_scores_are_float32_before_anything_else() -> None:
 
 
 def test_zscores_by_hand() -> None:
-    # mean 4, deviation sqrt((9 + 1 + 16) / 3): (1 - 4) / 2.943920 = -1.019049
+    # mean 4, standard deviation sqrt((9 + 1 + 16) / 3): (1 - 4) / 2.943920 = -1.019049
     got = zscores(np.array([1.0, 3.0, 8.0]), maximize=True)
     assert (got / ONE).tolist() == pytest.approx([-1.019049, -0.339683, 1.358732], abs=1 / ONE)
     assert zscores(np.array([1.0, 3.0, 8.0]), maximize=False).tolist() == (-got).tolist()
@@ -44,13 +46,25 @@ def test_zscores_by_hand() -> None:
 
 
 @pytest.mark.parametrize("shaping", ["ranks", "zscore"])
-def test_a_generation_without_a_finite_score_says_nothing(shaping: str) -> None:
+def test_there_are_no_utilities_without_a_finite_score(shaping: str) -> None:
     assert utilities(np.array([NAN, INF, -INF]), shaping, maximize=True) is None  # type: ignore[arg-type]
-    some = utilities(np.array([NAN, 2.0, -INF]), shaping, maximize=True)  # type: ignore[arg-type]
-    assert some is not None
-    assert some.argmax() == 1
+    one_finite = utilities(np.array([NAN, 2.0, -INF]), shaping, maximize=True)  # type: ignore[arg-type]
+    assert one_finite is not None
+    assert one_finite.argmax() == 1
 
 
-def test_centred_ranks_span_one() -> None:
+def test_centered_ranks_span_one() -> None:
     spread = ranks(np.arange(10.0), maximize=True) * utility_unit("ranks", 10)
     assert (spread.min(), spread.max()) == (-0.5, 0.5)
+
+
+def test_shards_are_shaped_without_each_other() -> None:
+    scores = np.array([4.0, 3.0, NAN, INF, 1.0, 2.0])
+
+    def shape(part: NDArray[Any]) -> NDArray[np.int64] | None:
+        return utilities(part, "ranks", maximize=True)
+
+    shaped = shape_by_shard(scores, 3, shape)
+    assert shaped is not None
+    assert shaped.tolist() == [1, -1, 0, 0, -1, 1]
+    assert shape_by_shard(np.full(4, NAN), 2, shape) is None

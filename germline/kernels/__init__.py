@@ -1,8 +1,8 @@
-"""The noise field's few functions, written three times: ``reference``, ``cpu``, ``cuda``.
+"""The functions of the noise field, written three times: ``reference``, ``cpu`` and ``cuda``.
 
 Each module has ``fill``, ``perturb`` and ``accumulate`` with the same arguments and the same bits. ``reference`` is the
 definition (NumPy, slow), ``cpu`` is Numba, ``cuda`` is Triton. They work in place on arrays that ``germline.noise`` has
-already checked; nothing here allocates a result or refuses an argument.
+already checked; nothing here allocates a result or rejects an argument.
 """
 
 from collections import OrderedDict
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 TILE = 1024  # parameters of a tile: 128 blocks by 8 lanes
 BLOCKS = 128  # Philox blocks of a tile
 ROUNDS = 7
-KEPT = 1024  # arrays that cards keep: numbers of members, their signs and the like
-kept: OrderedDict[Any, torch.Tensor] = OrderedDict()
+CACHED_ARRAYS = 1024  # host arrays with a cached copy on a GPU: member numbers, signs and the like
+cached_arrays: OrderedDict[Any, torch.Tensor] = OrderedDict()
 
 
 class Reading(IntEnum):
-    """How a 16-bit half becomes an integer.
+    """A reading says how a 16-bit half becomes an integer.
 
     The first three are noise: symmetric about 0, and so small (at most 4 significant bits) that they are exact in int8,
     in bfloat16 and in 8-bit floats. ``HALF`` is the half itself, 0 to 65535.
@@ -37,12 +37,12 @@ class Reading(IntEnum):
 
 
 class Address(NamedTuple):
-    """Where in the field a slice begins; the array it is written to says how long it is."""
+    """An address says where in the field a slice begins; its length is that of the array it is written to."""
 
     seed: int  # 64 bits: the Philox key, low word first
     stream: int
-    generation: Any  # a number or, for a card, a tensor of one there, which a recorded kernel reads anew each time
-    members: Any  # (m,) int64, on the kernel's own device
+    generation: Any  # a number or, on a GPU, a tensor with one number, which a recorded kernel reads at each launch
+    members: Any  # (m,) int64, on the device of the kernel
     start: int  # the first parameter
 
     @property
@@ -52,28 +52,38 @@ class Address(NamedTuple):
 
 @cache
 def kernel_device(device: torch.device) -> torch.device:
-    """Where the noise for a device is made: there, or on the CPU where there are no kernels for it."""
+    """Return the device that generates the noise for ``device``: the device itself, or the CPU if it has no kernels.
+
+    Args:
+        device: where the noise is used.
+    """
     has_kernels = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
     return device if has_kernels else torch.device("cpu")
 
 
-def kernels_for(place: torch.device) -> ModuleType:
-    return import_module(f"germline.kernels.{place.type}")
+def kernels_for(device: torch.device) -> ModuleType:
+    """Return the module of kernels for a device that ``kernel_device`` returned; importing it may take seconds."""
+    return import_module(f"germline.kernels.{device.type}")
 
 
 def as_kernel_arg(tensor: torch.Tensor) -> Any:
-    """A tensor as its kernels take it."""
+    """Return a tensor as the kernels of its device take it: a NumPy array on the CPU, the tensor on a GPU."""
     return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
-def to_kernel_device(array: NDArray[Any], place: torch.device) -> Any:
-    """A host array as the kernels of a place take it; a card keeps what it was given of late, to be given it once."""
-    if place.type == "cpu":
+def to_kernel_device(array: NDArray[Any], device: torch.device) -> Any:
+    """Return a host array as the kernels of a device take it.
+
+    Args:
+        array: values that do not change afterwards. A GPU caches the arrays it used last, so that each is copied once.
+        device: a device that ``kernel_device`` returned.
+    """
+    if device.type == "cpu":
         return array
-    key = (place, array.dtype.str, array.shape, array.tobytes())
-    if key not in kept:
-        kept[key] = torch.from_numpy(array).to(place)
-        if len(kept) > KEPT:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+    key = (device, array.dtype.str, array.shape, array.tobytes())
+    if key not in cached_arrays:
+        cached_arrays[key] = torch.from_numpy(array).to(device)
+        if len(cached_arrays) > CACHED_ARRAYS:
+            cached_arrays.popitem(last=False)
+    cached_arrays.move_to_end(key)
+    return cached_arrays[key]

@@ -1,9 +1,9 @@
 """The noise field on the CPU, in Numba.
 
-A tile's 1,024 halves are made into a scratch vector that stays in the first-level cache, then read from it: both loops
-are over contiguous memory, and the compiler turns both into vector code. Threads are Python threads over functions that
-hold no lock, as many as torch is set to use: Numba's own threading layers must not be entered from several threads, and
-blocks of members are evaluated by several threads.
+The 1,024 halves of a tile are written to a scratch vector that stays in the first-level cache, then read from it: both
+loops are over contiguous memory, and the compiler turns both into vector code. Threads are Python threads over
+functions that release the global interpreter lock, as many as torch is set to use: the threading layers of Numba must
+not be entered from several threads, and blocks of members are evaluated by several threads.
 """
 
 import os
@@ -27,15 +27,16 @@ from germline.kernels import Address, Reading
 Array = NDArray[Any]
 Function = Callable[..., Any]
 
-# Numba freezes constants into what it compiles, and its cache on disk knows the text of this file alone.
+# Numba freezes constants into what it compiles, and its cache on disk is keyed by the text of this file alone.
 TILE, BLOCKS, ROUNDS = 1024, 128, 7
 POPCOUNT, SIGN, UNIFORM = 0, 1, 2
 assert (TILE, BLOCKS, ROUNDS) == (kernels.TILE, kernels.BLOCKS, kernels.ROUNDS)
 assert (POPCOUNT, SIGN, UNIFORM) == (Reading.POPCOUNT, Reading.SIGN, Reading.UNIFORM)
-WORTH_A_THREAD = 64  # tiles: below this, about 10 microseconds, handing work over costs more than it saves
+TILES_PER_THREAD = 64  # with fewer, about 10 microseconds of work, starting a thread costs more than it saves
 
 
-def compiled(function: Function) -> Function:
+def compile_kernel(function: Function) -> Function:
+    """Return a function compiled by Numba at its first call, or loaded from Numba's cache on disk."""
     return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
 
 
@@ -47,8 +48,9 @@ def popcount(context, half):
     return types.uint16(types.uint16), generate
 
 
-@compiled
-def words(block, member, generation, stream, key0, key1, rounds):
+@compile_kernel
+def philox(block, member, generation, stream, key0, key1, rounds):
+    """Return the four 32-bit words of one counter."""
     # Numba widens 32-bit arithmetic to 64 bits: every step is cast back, or the loop is not vectorized.
     c0, c1, c2, c3 = uint32(block), uint32(member), uint32(generation), uint32(stream)
     k0, k1 = uint32(key0), uint32(key1)
@@ -60,10 +62,11 @@ def words(block, member, generation, stream, key0, key1, rounds):
     return c0, c1, c2, c3
 
 
-@compiled
+@compile_kernel
 def read_tile(eps, halves, member, tile, key0, key1, generation, stream, reading):
+    """Write the integers of one tile of one member to ``eps``; ``halves`` is scratch memory."""
     for b in range(BLOCKS):
-        c0, c1, c2, c3 = words(BLOCKS * tile + b, member, generation, stream, key0, key1, ROUNDS)
+        c0, c1, c2, c3 = philox(BLOCKS * tile + b, member, generation, stream, key0, key1, ROUNDS)
         halves[b], halves[128 + b] = uint16(c0), uint16(c0 >> uint32(16))
         halves[256 + b], halves[384 + b] = uint16(c1), uint16(c1 >> uint32(16))
         halves[512 + b], halves[640 + b] = uint16(c2), uint16(c2 >> uint32(16))
@@ -82,48 +85,48 @@ def read_tile(eps, halves, member, tile, key0, key1, generation, stream, reading
             eps[k] = int32(halves[k])
 
 
-@compiled
+@compile_kernel
 def fill_tiles(first, last, out, field, members, start, reading):
     key0, key1, generation, stream = field
     eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
     stop = start + out.shape[1]
-    tile0 = start // TILE
-    tiles = (stop - 1) // TILE - tile0 + 1
+    first_tile = start // TILE
+    tiles = (stop - 1) // TILE - first_tile + 1
     for unit in range(first, last):
-        i, tile = unit // tiles, tile0 + unit % tiles
+        i, tile = unit // tiles, first_tile + unit % tiles
         read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
         low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
-        to, source = out[i, low - start : high - start], eps[low - tile * TILE : high - tile * TILE]
-        for k in range(to.size):
-            to[k] = source[k]
+        target, source = out[i, low - start : high - start], eps[low - tile * TILE : high - tile * TILE]
+        for k in range(target.size):
+            target[k] = source[k]
 
 
-@compiled
+@compile_kernel
 def perturb_tiles(first, last, out, theta, scale, signs, field, members, start, reading):
     key0, key1, generation, stream = field
     eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
     stop = start + out.shape[1]
-    tile0 = start // TILE
-    tiles = (stop - 1) // TILE - tile0 + 1
+    first_tile = start // TILE
+    tiles = (stop - 1) // TILE - first_tile + 1
     for unit in range(first, last):
-        i, tile = unit // tiles, tile0 + unit % tiles
+        i, tile = unit // tiles, first_tile + unit % tiles
         read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
         low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
-        to, center = out[i, low - start : high - start], theta[low - start : high - start]
+        target, center = out[i, low - start : high - start], theta[low - start : high - start]
         source = eps[low - tile * TILE : high - tile * TILE]
         sign = out.dtype.type(signs[i])
         if scale.size == 1:
             step = sign * scale[0]
-            for k in range(to.size):
-                to[k] = center[k] + step * out.dtype.type(source[k])
+            for k in range(target.size):
+                target[k] = center[k] + step * out.dtype.type(source[k])
         else:
             steps = scale[low - start : high - start]
-            for k in range(to.size):
-                to[k] = center[k] + (sign * steps[k]) * out.dtype.type(source[k])
+            for k in range(target.size):
+                target[k] = center[k] + (sign * steps[k]) * out.dtype.type(source[k])
 
 
-@compiled
-def accumulate_tiles(first, last, out, weights, field, members, start, reading, center):
+@compile_kernel
+def accumulate_tiles(first, last, out, weights, field, members, start, reading, variance):
     key0, key1, generation, stream = field
     eps, halves = np.empty(TILE, np.int32), np.empty(TILE, np.uint16)
     total = np.empty(TILE, np.int32)
@@ -133,9 +136,9 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
         for i in range(members.size):
             read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
             weight = int32(weights[i])
-            if center:
+            if variance:
                 for k in range(TILE):
-                    total[k] += int32(weight * int32(int32(eps[k] * eps[k]) - int32(center)))
+                    total[k] += int32(weight * int32(int32(eps[k] * eps[k]) - int32(variance)))
             else:
                 for k in range(TILE):
                     total[k] += int32(weight * eps[k])
@@ -143,161 +146,170 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
         out[low - start : high - start] = total[low - tile * TILE : high - tile * TILE]
 
 
-@compiled
-def perturb_outer_rows(first, last, out, theta, a, b, scale, skip):
-    rows, rank, columns = a.shape[1], a.shape[2], b.shape[2]
+@compile_kernel
+def perturb_outer_rows(first, last, out, theta, a, b_t, scale, skip):
+    rows, rank, columns = a.shape[1], a.shape[2], b_t.shape[2]
     total = np.empty(columns, np.int32)
     for unit in range(first, last):
         i, row = unit // rows, unit % rows
         begin, end = max(0, row * columns - skip), min(out.shape[1], (row + 1) * columns - skip)
         shift = begin - (row * columns - skip)
-        factor, other = int32(a[i, row, 0]), b[i, 0]
+        factor, b_row = int32(a[i, row, 0]), b_t[i, 0]
         for c in range(columns):
-            total[c] = factor * int32(other[c])
+            total[c] = factor * int32(b_row[c])
         for r in range(1, rank):
-            factor, other = int32(a[i, row, r]), b[i, r]
+            factor, b_row = int32(a[i, row, r]), b_t[i, r]
             for c in range(columns):
-                total[c] += factor * int32(other[c])
-        to, center, source = out[i, begin:end], theta[begin:end], total[shift : shift + end - begin]
-        for k in range(to.size):
-            to[k] = center[k] + scale[0] * out.dtype.type(source[k])
+                total[c] += factor * int32(b_row[c])
+        target, center, source = out[i, begin:end], theta[begin:end], total[shift : shift + end - begin]
+        for k in range(target.size):
+            target[k] = center[k] + scale[0] * out.dtype.type(source[k])
 
 
-@compiled
-def blend_rows(out, shared, thin, thick, bias, scales, where, relu):
+@compile_kernel
+def blend_rows(out, shared, x_b, a, bias, scales, member_address, relu):
+    """Blend outputs that have one position each."""
     zero = out.dtype.type(0)
     for i in range(out.shape[0]):
-        address, scale, own = where[i], out.dtype.type(scales[i]), bias[i]
+        address, scale, member_bias = member_address[i], out.dtype.type(scales[i]), bias[i]
         for j in range(out.shape[1]):
-            to, base = out[i, j], shared[j]
-            first, t = thick[address, 0], scale * thin[j, address, 0]
-            for k in range(to.size):
-                to[k] = base[k] + own[k] + t * first[k]
-            for r in range(1, thick.shape[1]):
-                factor, t = thick[address, r], scale * thin[j, address, r]
-                for k in range(to.size):
-                    to[k] += t * factor[k]
+            target, base = out[i, j], shared[j]
+            a_row, factor = a[address, 0], scale * x_b[j, address, 0]
+            for k in range(target.size):
+                target[k] = base[k] + member_bias[k] + factor * a_row[k]
+            for r in range(1, a.shape[1]):
+                a_row, factor = a[address, r], scale * x_b[j, address, r]
+                for k in range(target.size):
+                    target[k] += factor * a_row[k]
             if relu:
-                for k in range(to.size):
-                    to[k] = zero if to[k] <= zero else to[k]
+                for k in range(target.size):
+                    target[k] = zero if target[k] <= zero else target[k]
 
 
-@compiled
-def blend_maps(out, shared, thin, thick, bias, scales, where, relu, window):
-    """A map at a time goes through a scratch vector, and is pooled on its way out where there is a window."""
-    high, wide, kernel_high, kernel_wide, down, across = window
-    zero, line = out.dtype.type(0), np.empty(shared.shape[2], out.dtype)
-    row = np.empty(wide, out.dtype)
+@compile_kernel
+def blend_maps(out, shared, x_b, a, bias, scales, member_address, relu, window):
+    """Blend one map at a time in a scratch vector, and pool it as it is written unless the window is all zeros."""
+    height, width, kernel_height, kernel_width, stride_y, stride_x = window
+    zero, blended = out.dtype.type(0), np.empty(shared.shape[2], out.dtype)
+    largest = np.empty(width, out.dtype)  # of each column, over the rows of a window
     for i in range(out.shape[0]):
-        address, scale = where[i], out.dtype.type(scales[i])
+        address, scale = member_address[i], out.dtype.type(scales[i])
         for j in range(out.shape[1]):
             for k in range(out.shape[2]):
-                to, base, own = out[i, j, k], shared[j, k], bias[i, k]
-                source, t = thin[j, address, 0], scale * thick[address, 0, k]
-                for p in range(line.size):
-                    line[p] = base[p] + own + t * source[p]
-                for r in range(1, thick.shape[1]):
-                    more, t = thin[j, address, r], scale * thick[address, r, k]
-                    for p in range(line.size):
-                        line[p] += t * more[p]
+                target, base, shift = out[i, j, k], shared[j, k], bias[i, k]
+                noise, factor = x_b[j, address, 0], scale * a[address, 0, k]
+                for p in range(blended.size):
+                    blended[p] = base[p] + shift + factor * noise[p]
+                for r in range(1, a.shape[1]):
+                    noise, factor = x_b[j, address, r], scale * a[address, r, k]
+                    for p in range(blended.size):
+                        blended[p] += factor * noise[p]
                 if relu:
-                    for p in range(line.size):
-                        line[p] = zero if line[p] <= zero else line[p]
-                if not high:
-                    for p in range(line.size):
-                        to[p] = line[p]
+                    for p in range(blended.size):
+                        blended[p] = zero if blended[p] <= zero else blended[p]
+                if not height:
+                    for p in range(blended.size):
+                        target[p] = blended[p]
                     continue
-                columns = (wide - kernel_wide) // across + 1
-                for y in range(to.size // columns):
-                    top = line[y * down * wide : (y * down + 1) * wide]
-                    for c in range(wide):
-                        row[c] = top[c]
-                    for a in range(1, kernel_high):
-                        under = line[(y * down + a) * wide : (y * down + a + 1) * wide]
-                        for c in range(wide):
-                            row[c] = under[c] if (under[c] > row[c]) | (under[c] != under[c]) else row[c]
-                    if kernel_wide == 2 and across == 2:
+                columns = (width - kernel_width) // stride_x + 1
+                for y in range(target.size // columns):
+                    top = blended[y * stride_y * width : (y * stride_y + 1) * width]
+                    for c in range(width):
+                        largest[c] = top[c]
+                    for dy in range(1, kernel_height):
+                        row = blended[(y * stride_y + dy) * width : (y * stride_y + dy + 1) * width]
+                        for c in range(width):
+                            largest[c] = row[c] if (row[c] > largest[c]) | (row[c] != row[c]) else largest[c]
+                    if kernel_width == 2 and stride_x == 2:
                         for c in range(columns):
-                            left, right = row[2 * c], row[2 * c + 1]
-                            to[y * columns + c] = right if (right > left) | (right != right) else left
+                            left, right = largest[2 * c], largest[2 * c + 1]
+                            target[y * columns + c] = right if (right > left) | (right != right) else left
                     else:
                         for c in range(columns):
-                            best = row[c * across]
-                            for b in range(1, kernel_wide):
-                                v = row[c * across + b]
-                                best = v if (v > best) | (v != v) else best
-                            to[y * columns + c] = best
+                            best = largest[c * stride_x]
+                            for dx in range(1, kernel_width):
+                                value = largest[c * stride_x + dx]
+                                best = value if (value > best) | (value != value) else best
+                            target[y * columns + c] = best
 
 
 @cache
-def pool() -> ThreadPoolExecutor:
+def thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "germline-noise")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=pool.cache_clear)  # a child has none of its parent's threads
+    os.register_at_fork(after_in_child=thread_pool.cache_clear)  # a child has none of its parent's threads
 
 
-def share(kernel: Function, units: int, *arguments: Any, tiles_per_unit: int = 1) -> None:
-    """kernel(first, last, ...) over all units, cut into as many runs as torch has threads."""
-    threads = min(torch.get_num_threads(), max(1, units * tiles_per_unit // WORTH_A_THREAD), units)
+def run_in_threads(kernel: Function, units: int, *arguments: Any, tiles_per_unit: int = 1) -> None:
+    """Call kernel(first, last, ...) for all units, split into as many runs as torch has threads."""
+    threads = min(torch.get_num_threads(), max(1, units * tiles_per_unit // TILES_PER_THREAD), units)
     if threads <= 1:
         kernel(0, units, *arguments)
         return
     cuts = [units * t // threads for t in range(threads + 1)]
-    runs = [pool().submit(kernel, a, b, *arguments) for a, b in pairwise(cuts[1:])]
+    runs = [thread_pool().submit(kernel, first, last, *arguments) for first, last in pairwise(cuts[1:])]
     kernel(cuts[0], cuts[1], *arguments)
     for run in runs:
         run.result()
 
 
-def tiles_of(start: int, count: int) -> int:
+def count_tiles(start: int, count: int) -> int:
     return (start + count - 1) // TILE - start // TILE + 1 if count else 0
 
 
-def field_of(address: Address) -> tuple[int, int, int, int]:
+def field_arguments(address: Address) -> tuple[int, int, int, int]:
     return (*address.key, address.generation, address.stream)
 
 
 def fill(out: Array, address: Address, reading: Reading) -> None:
-    units = out.shape[0] * tiles_of(address.start, out.shape[1])
-    share(fill_tiles, units, out, field_of(address), address.members, address.start, int(reading))
+    """Set out[i, k] to the integer of member i at parameter start + k."""
+    units = out.shape[0] * count_tiles(address.start, out.shape[1])
+    run_in_threads(fill_tiles, units, out, field_arguments(address), address.members, address.start, int(reading))
 
 
 def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Address, reading: Reading) -> None:
-    units = out.shape[0] * tiles_of(address.start, out.shape[1])
-    share(
-        perturb_tiles, units, out, theta, scale, signs, field_of(address), address.members, address.start, int(reading)
-    )
+    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter."""
+    units = out.shape[0] * count_tiles(address.start, out.shape[1])
+    arguments = (out, theta, scale, signs, field_arguments(address), address.members, address.start, int(reading))
+    run_in_threads(perturb_tiles, units, *arguments)
 
 
-def perturb_outer(out: Array, theta: Array, scale: Array, a: Array, b: Array, skip: int) -> None:
-    """out[i] = theta + scale * (A_i B_i^T), from its ``skip``-th element on; b is (members, rank, columns)."""
+def perturb_outer(out: Array, theta: Array, scale: Array, a: Array, b_t: Array, skip: int) -> None:
+    """Set out[i] to theta + scale * (A_i B_i^T), from element ``skip`` of A_i B_i^T on.
+
+    Args:
+        out: (members, parameters).
+        theta: (parameters,).
+        scale: one element.
+        a: A, (members, rows, rank).
+        b_t: B transposed, (members, rank, columns).
+        skip: elements of the first row that come before ``theta``.
+    """
     units = a.shape[0] * a.shape[1]
-    share(perturb_outer_rows, units, out, theta, a, b, scale, skip, tiles_per_unit=-(-b.shape[2] // TILE))
+    run_in_threads(perturb_outer_rows, units, out, theta, a, b_t, scale, skip, tiles_per_unit=-(-b_t.shape[2] // TILE))
 
 
-def accumulate(out: Array, weights: Array, address: Address, reading: Reading, center: int) -> None:
-    arguments = (out, weights, field_of(address), address.members, address.start, int(reading), center)
-    share(accumulate_tiles, tiles_of(address.start, out.size), *arguments, tiles_per_unit=weights.size)
+def accumulate(out: Array, weights: Array, address: Address, reading: Reading, variance: int) -> None:
+    """Set out to the sum of weights[i] * eps[i] or, for a variance above 0, of weights[i] * (eps[i]^2 - variance)."""
+    arguments = (out, weights, field_arguments(address), address.members, address.start, int(reading), variance)
+    run_in_threads(accumulate_tiles, count_tiles(address.start, out.size), *arguments, tiles_per_unit=weights.size)
 
 
 def blend_outer(
     out: Array,
     shared: Array,
-    thin: Array,
-    thick: Array,
+    x_b: Array,
+    a: Array,
     bias: Array,
     scales: Array,
-    where: Array,
+    member_address: Array,
     relu: bool,
     window: tuple[int, ...] | None,
 ) -> None:
-    """As ``reference.blend_outer``.
-
-    By the calling thread alone: blocks of members are already shared out among threads.
-    """
+    """Compute ``reference.blend_outer`` in the calling thread: blocks of members already run in several threads."""
     if out.shape[3] == 1 and window is None:
-        blend_rows(out[..., 0], shared[..., 0], thin[..., 0], thick, bias, scales, where, relu)
+        blend_rows(out[..., 0], shared[..., 0], x_b[..., 0], a, bias, scales, member_address, relu)
     else:
-        blend_maps(out, shared, thin, thick, bias, scales, where, relu, window or (0,) * 6)
+        blend_maps(out, shared, x_b, a, bias, scales, member_address, relu, window or (0,) * 6)

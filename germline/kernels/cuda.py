@@ -1,4 +1,4 @@
-"""The noise field on CUDA, in Triton; without a card, in Triton's interpreter (TRITON_INTERPRET=1).
+"""The noise field on CUDA, in Triton; without a GPU, in Triton's interpreter (TRITON_INTERPRET=1).
 
 A program owns one tile: 128 Philox blocks, whose 4 words of 2 halves are its 1,024 parameters, lane by lane.
 Floating-point contraction is switched off where floats occur.
@@ -12,14 +12,12 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
-from germline.kernels.cuda_layers import (
-    blend_outer,
-    layer_norm,
-    lstm,
-    narrow_linear,
-    thin_convolution,
-    thin_product,
-)
+from germline.kernels.cuda_layers import blend_outer as blend_outer
+from germline.kernels.cuda_layers import layer_norm as layer_norm
+from germline.kernels.cuda_layers import narrow_linear as narrow_linear
+from germline.kernels.cuda_layers import thin_convolution as thin_convolution
+from germline.kernels.cuda_layers import thin_product as thin_product
+from germline.kernels.cuda_recurrent import lstm as lstm
 
 POPCOUNT = tl.constexpr(int(Reading.POPCOUNT))
 SIGN = tl.constexpr(int(Reading.SIGN))
@@ -29,14 +27,15 @@ ROUNDS_ = tl.constexpr(ROUNDS)
 TILE_ = tl.constexpr(TILE)
 
 WARPS = 2  # two blocks a thread: of 1, 2 and 4 warps the fastest for sums on an H200, within a tenth for the rest
-RESIDENT_TILES = 2048  # enough programs to fill a large card; fewer tiles than this are also split over members
+RESIDENT_TILES = 2048  # enough programs to fill a large GPU; fewer tiles than this are also split over members
 
 # One compiled kernel for all addresses: their types are fixed and their values not specialized on.
-kernel = triton.jit(do_not_specialize=["count", "key0", "key1", "stream", "start", "stop"])
+field_kernel = triton.jit(do_not_specialize=["count", "key0", "key1", "stream", "start", "stop"])
 
 
 @triton.jit
-def _words(tile, member, key0, key1, generation, stream):
+def _philox(tile, member, key0, key1, generation, stream):
+    """Return the four words of each of the tile's 128 blocks."""
     block = (tile * BLOCKS_ + tl.arange(0, BLOCKS_)).to(tl.uint32)
     zero = tl.zeros_like(block)
     return philox_impl(
@@ -50,7 +49,7 @@ def _words(tile, member, key0, key1, generation, stream):
     )
 
 
-INTERPRETED = tl.constexpr(not isinstance(_words, triton.JITFunction))
+INTERPRETED = tl.constexpr(not isinstance(_philox, triton.JITFunction))
 
 
 @triton.jit
@@ -64,7 +63,8 @@ def _popcount(half):
 
 
 @triton.jit
-def _value(word, HIGH: tl.constexpr, READING: tl.constexpr):
+def _read_half(word, HIGH: tl.constexpr, READING: tl.constexpr):
+    """Return the integers that a reading makes of the high or the low halves of words."""
     half = word >> 16 if HIGH else word & 0xFFFF
     if READING == POPCOUNT:
         return _popcount(half) - 8
@@ -76,50 +76,50 @@ def _value(word, HIGH: tl.constexpr, READING: tl.constexpr):
 
 
 @triton.jit
-def _lane(c0, c1, c2, c3, LANE: tl.constexpr, READING: tl.constexpr):
+def _read_lane(c0, c1, c2, c3, LANE: tl.constexpr, READING: tl.constexpr):
     word = c0 if LANE < 2 else c1 if LANE < 4 else c2 if LANE < 6 else c3
-    return _value(word, LANE % 2, READING)
+    return _read_half(word, LANE % 2, READING)
 
 
 @triton.jit
 def _tile_and_row(start, stop):
-    """Of a program in a grid of one dimension, which alone may have more than 65,535 programs."""
+    """Return the tile and the row of a program; only a grid's first dimension may have more than 65,535 programs."""
     tiles = (stop - 1) // TILE_ - start // TILE_ + 1
     program = tl.program_id(0).to(tl.int64)
     return start // TILE_ + program % tiles, program // tiles
 
 
 @triton.jit
-def _places(tile, start, stop):
-    """Where a tile begins in the slice, and which of its places are in the slice: from first to before last."""
+def _tile_bounds(tile, start, stop):
+    """Return where a tile begins in the slice, and the first and one past the last of its elements in the slice."""
     base = tile * TILE_ - start
     return base, tl.maximum(-base, 0).to(tl.int32), tl.minimum(stop - start - base, TILE_).to(tl.int32)
 
 
-@kernel
+@field_kernel
 def _fill(
     out, members,
     key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
     READING: tl.constexpr,
 ):  # fmt: skip
     tile, row = _tile_and_row(start, stop)
-    c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, tl.load(generation), stream)
-    base, first, last = _places(tile, start, stop)
+    c0, c1, c2, c3 = _philox(tile, tl.load(members + row), key0, key1, tl.load(generation), stream)
+    base, first, last = _tile_bounds(tile, start, stop)
     out += row * (stop - start) + base
     for lane in tl.static_range(8):
         k = lane * BLOCKS_ + tl.arange(0, BLOCKS_)
-        tl.store(out + k, _lane(c0, c1, c2, c3, lane, READING), mask=(k >= first) & (k < last))
+        tl.store(out + k, _read_lane(c0, c1, c2, c3, lane, READING), mask=(k >= first) & (k < last))
 
 
-@kernel
+@field_kernel
 def _perturb(
     out, theta, scale, signs, members,
     key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
     VECTOR: tl.constexpr, PAIRS: tl.constexpr, READING: tl.constexpr,
 ):  # fmt: skip
     tile, row = _tile_and_row(start, stop)
-    c0, c1, c2, c3 = _words(tile, tl.load(members + row), key0, key1, tl.load(generation), stream)
-    base, first, last = _places(tile, start, stop)
+    c0, c1, c2, c3 = _philox(tile, tl.load(members + row), key0, key1, tl.load(generation), stream)
+    base, first, last = _tile_bounds(tile, start, stop)
     sign = 1.0 if PAIRS else tl.load(signs + row).to(theta.dtype.element_ty)
     out += (2 * row if PAIRS else row) * (stop - start) + base
     theta += base
@@ -127,7 +127,7 @@ def _perturb(
         k = lane * BLOCKS_ + tl.arange(0, BLOCKS_)
         mask = (k >= first) & (k < last)
         step = sign * (tl.load(scale + base + k, mask=mask) if VECTOR else tl.load(scale))
-        eps = _lane(c0, c1, c2, c3, lane, READING).to(theta.dtype.element_ty)
+        eps = _read_lane(c0, c1, c2, c3, lane, READING).to(theta.dtype.element_ty)
         center = tl.load(theta + k, mask=mask)
         tl.store(out + k, center + step * eps, mask=mask)
         if PAIRS:
@@ -135,23 +135,24 @@ def _perturb(
 
 
 @triton.jit
-def _term(word, HIGH: tl.constexpr, READING: tl.constexpr, CENTER: tl.constexpr):
-    eps = _value(word, HIGH, READING)
-    return eps * eps - CENTER if CENTER > 0 else eps
+def _read_term(word, HIGH: tl.constexpr, READING: tl.constexpr, VARIANCE: tl.constexpr):
+    """Return eps or, for a variance above 0, eps^2 - variance."""
+    eps = _read_half(word, HIGH, READING)
+    return eps * eps - VARIANCE if VARIANCE > 0 else eps
 
 
 @triton.jit
-def _add(out, LANE: tl.constexpr, total, first, last):
+def _add_lane(out, LANE: tl.constexpr, total, first, last):
     k = LANE * BLOCKS_ + tl.arange(0, BLOCKS_)
     # integers: the order in which programs add their shares does not matter
     tl.atomic_add(out + k, total, mask=(k >= first) & (k < last), sem="relaxed")
 
 
-@kernel
+@field_kernel
 def _accumulate(
     out, weights, members, count,
     key0: tl.int64, key1: tl.int64, generation, stream: tl.int64, start: tl.int64, stop: tl.int64,
-    CENTER: tl.constexpr, READING: tl.constexpr,
+    VARIANCE: tl.constexpr, READING: tl.constexpr,
 ):  # fmt: skip
     tile = start // TILE_ + tl.program_id(0).to(tl.int64)
     share = tl.cdiv(count, tl.num_programs(1))
@@ -160,52 +161,73 @@ def _accumulate(
     t0 = tl.zeros((BLOCKS_,), tl.int32)  # one sum a lane, in variables: as one tensor they cost a third of the speed
     t1, t2, t3, t4, t5, t6, t7 = t0, t0, t0, t0, t0, t0, t0
     for i in range(begin, tl.minimum(begin + share, count)):
-        c0, c1, c2, c3 = _words(tile, tl.load(members + i), key0, key1, number, stream)
+        c0, c1, c2, c3 = _philox(tile, tl.load(members + i), key0, key1, number, stream)
         weight = tl.load(weights + i)
-        t0 += weight * _term(c0, 0, READING, CENTER)
-        t1 += weight * _term(c0, 1, READING, CENTER)
-        t2 += weight * _term(c1, 0, READING, CENTER)
-        t3 += weight * _term(c1, 1, READING, CENTER)
-        t4 += weight * _term(c2, 0, READING, CENTER)
-        t5 += weight * _term(c2, 1, READING, CENTER)
-        t6 += weight * _term(c3, 0, READING, CENTER)
-        t7 += weight * _term(c3, 1, READING, CENTER)
-    base, first, last = _places(tile, start, stop)
-    _add(out + base, 0, t0, first, last)
-    _add(out + base, 1, t1, first, last)
-    _add(out + base, 2, t2, first, last)
-    _add(out + base, 3, t3, first, last)
-    _add(out + base, 4, t4, first, last)
-    _add(out + base, 5, t5, first, last)
-    _add(out + base, 6, t6, first, last)
-    _add(out + base, 7, t7, first, last)
+        t0 += weight * _read_term(c0, 0, READING, VARIANCE)
+        t1 += weight * _read_term(c0, 1, READING, VARIANCE)
+        t2 += weight * _read_term(c1, 0, READING, VARIANCE)
+        t3 += weight * _read_term(c1, 1, READING, VARIANCE)
+        t4 += weight * _read_term(c2, 0, READING, VARIANCE)
+        t5 += weight * _read_term(c2, 1, READING, VARIANCE)
+        t6 += weight * _read_term(c3, 0, READING, VARIANCE)
+        t7 += weight * _read_term(c3, 1, READING, VARIANCE)
+    base, first, last = _tile_bounds(tile, start, stop)
+    _add_lane(out + base, 0, t0, first, last)
+    _add_lane(out + base, 1, t1, first, last)
+    _add_lane(out + base, 2, t2, first, last)
+    _add_lane(out + base, 3, t3, first, last)
+    _add_lane(out + base, 4, t4, first, last)
+    _add_lane(out + base, 5, t5, first, last)
+    _add_lane(out + base, 6, t6, first, last)
+    _add_lane(out + base, 7, t7, first, last)
+
+
+@triton.jit
+def _perturb_outer(
+    out, theta, scale, a, b_t, skip, count, rows, columns, stride,
+    RANK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(count, WIDTH)
+    program = tl.program_id(0).to(tl.int64)
+    member, k = program // tiles, program % tiles * WIDTH + tl.arange(0, WIDTH)
+    mask = k < count
+    row, column = (k + skip) // columns, (k + skip) % columns
+    total = tl.zeros((WIDTH,), tl.int32)
+    for r in tl.static_range(RANK):
+        left = tl.load(a + (member * rows + row) * RANK + r, mask=mask, other=0).to(tl.int32)
+        total += left * tl.load(b_t + (member * RANK + r) * columns + column, mask=mask, other=0).to(tl.int32)
+    center = tl.load(theta + k, mask=mask)
+    tl.store(out + member * stride + k, center + tl.load(scale) * total.to(center.dtype), mask=mask)
 
 
 @triton.jit
 def _adam(
     theta, first, second, gradient, theta_out, first_out, second_out, count,
-    decay, beta1, rest1, beta2, rest2, rate, correction, eps, DECAYS: tl.constexpr, WIDE: tl.constexpr,
+    decay, beta1, rest1, beta2, rest2, rate, correction, eps, DECAYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One operation after the other, none contracted: see ``germline.optim.Adam``, whose bits these are."""
-    k = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    inside = k < count
-    x, g = tl.load(theta + k, mask=inside), tl.load(gradient + k, mask=inside)
+    """Do one operation after the other, none contracted: the bits are those of ``germline.optim.Adam``."""
+    k = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    mask = k < count
+    x, g = tl.load(theta + k, mask=mask), tl.load(gradient + k, mask=mask)
     if DECAYS:
         x = x - x * decay
-    m = tl.load(first + k, mask=inside) * beta1 + g * rest1
-    v = tl.load(second + k, mask=inside) * beta2 + (g * g) * rest2
+    m = tl.load(first + k, mask=mask) * beta1 + g * rest1
+    v = tl.load(second + k, mask=mask) * beta2 + (g * g) * rest2
     scale = tl.sqrt_rn(v) * correction + eps
-    tl.store(theta_out + k, x - tl.div_rn(m * rate, scale), mask=inside)
-    tl.store(first_out + k, m, mask=inside)
-    tl.store(second_out + k, v, mask=inside)
+    tl.store(theta_out + k, x - tl.div_rn(m * rate, scale), mask=mask)
+    tl.store(first_out + k, m, mask=mask)
+    tl.store(second_out + k, v, mask=mask)
 
 
-def _tiles(start: int, count: int) -> int:
+def _count_tiles(start: int, count: int) -> int:
     return (start + count - 1) // TILE - start // TILE + 1
 
 
-def _field(address: Address, count: int) -> tuple[Any, ...]:
-    """The generation is read from the card: a kernel that was recorded in one generation is launched in others."""
+def _field_arguments(address: Address, count: int) -> tuple[Any, ...]:
+    """Return the arguments of a field kernel that describe an address; the generation is in GPU memory.
+
+    A kernel that was recorded in one generation is launched in others, and reads the number of the generation anew.
+    """
     number = address.generation
     if not isinstance(number, torch.Tensor):
         number = torch.full((), number, dtype=torch.int64, device=address.members.device)
@@ -213,11 +235,12 @@ def _field(address: Address, count: int) -> tuple[Any, ...]:
 
 
 def fill(out: torch.Tensor, address: Address, reading: Reading) -> None:
+    """Set out[i, k] to the integer of member i at parameter start + k."""
     rows, count = out.shape
     if rows and count:
         with torch.cuda.device_of(out):  # Triton launches on the current device
-            grid = (_tiles(address.start, count) * rows,)
-            _fill[grid](out, address.members, *_field(address, count), READING=int(reading), num_warps=WARPS)
+            grid = (_count_tiles(address.start, count) * rows,)
+            _fill[grid](out, address.members, *_field_arguments(address, count), READING=int(reading), num_warps=WARPS)
 
 
 def perturb(
@@ -228,82 +251,72 @@ def perturb(
     address: Address,
     reading: Reading,
 ) -> None:
-    """As ``reference.perturb``; without signs, each address is that of two rows, one with its noise, one against."""
-    count, pairs = out.shape[1], signs is None
+    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter.
+
+    Without ``signs`` each address stands for a mirrored pair: two rows of ``out``, of which the second has the opposite
+    noise.
+    """
+    count, has_pairs = out.shape[1], signs is None
     rows = len(address.members)
     if rows and count:
         arrays = (out, theta, scale, address.members if signs is None else signs, address.members)
-        options = {"num_warps": WARPS, "enable_fp_fusion": False}
+        options = {"VECTOR": scale.numel() > 1, "PAIRS": has_pairs, "READING": int(reading)}
         with torch.cuda.device_of(out):
-            grid = (_tiles(address.start, count) * rows,)
-            field = _field(address, count)
-            _perturb[grid](*arrays, *field, VECTOR=scale.numel() > 1, PAIRS=pairs, READING=int(reading), **options)
-
-
-@triton.jit
-def _perturb_outer(
-    out, theta, scale, a, b, skip, count, rows, columns, stride,
-    RANK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    tiles = tl.cdiv(count, WIDE)
-    program = tl.program_id(0).to(tl.int64)
-    member, k = program // tiles, program % tiles * WIDE + tl.arange(0, WIDE)
-    inside = k < count
-    row, column = (k + skip) // columns, (k + skip) % columns
-    total = tl.zeros((WIDE,), tl.int32)
-    for r in tl.static_range(RANK):
-        left = tl.load(a + (member * rows + row) * RANK + r, mask=inside, other=0).to(tl.int32)
-        total += left * tl.load(b + (member * RANK + r) * columns + column, mask=inside, other=0).to(tl.int32)
-    center = tl.load(theta + k, mask=inside)
-    tl.store(out + member * stride + k, center + tl.load(scale) * total.to(center.dtype), mask=inside)
+            grid = (_count_tiles(address.start, count) * rows,)
+            field = _field_arguments(address, count)
+            _perturb[grid](*arrays, *field, **options, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def perturb_outer(
-    out: torch.Tensor, theta: torch.Tensor, scale: torch.Tensor, a: torch.Tensor, b: torch.Tensor, skip: int
+    out: torch.Tensor, theta: torch.Tensor, scale: torch.Tensor, a: torch.Tensor, b_t: torch.Tensor, skip: int
 ) -> None:
-    """out[i] = theta + scale * (A_i B_i^T), from its ``skip``-th element on; b is (members, rank, columns)."""
+    """Set out[i] to theta + scale * (A_i B_i^T), from element ``skip`` of A_i B_i^T on.
+
+    Args:
+        out: (members, parameters); rows may be apart in memory.
+        theta: (parameters,).
+        scale: one element.
+        a: A, (members, rows, rank).
+        b_t: B transposed, (members, rank, columns).
+        skip: elements of the first row that come before ``theta``.
+    """
     members, count = out.shape
     if members and count:
-        options = {"RANK": a.shape[2], "WIDE": 1024, "num_warps": 4, "enable_fp_fusion": False}
+        sizes = (skip, count, a.shape[1], b_t.shape[2], out.stride(0))
+        options = {"RANK": a.shape[2], "WIDTH": 1024, "num_warps": 4, "enable_fp_fusion": False}
         with torch.cuda.device_of(out):
-            grid = (members * triton.cdiv(count, 1024),)
-            _perturb_outer[grid](out, theta, scale, a, b, skip, count, a.shape[1], b.shape[2], out.stride(0), **options)
+            _perturb_outer[(members * triton.cdiv(count, 1024),)](out, theta, scale, a, b_t, *sizes, **options)
 
 
-def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, center: int) -> None:
+def accumulate(out: torch.Tensor, weights: torch.Tensor, address: Address, reading: Reading, variance: int) -> None:
+    """Set out to the sum of weights[i] * eps[i] or, for a variance above 0, of weights[i] * (eps[i]^2 - variance)."""
     count = out.numel()
     out.zero_()
     if count and weights.numel():
-        tiles = _tiles(address.start, count)
+        tiles = _count_tiles(address.start, count)
         shares = max(1, min(RESIDENT_TILES // tiles, weights.numel() // 8))
-        arguments = (out, weights, address.members, weights.numel(), *_field(address, count))
+        arguments = (out, weights, address.members, weights.numel(), *_field_arguments(address, count))
         with torch.cuda.device_of(out):
-            _accumulate[tiles, shares](*arguments, CENTER=center, READING=int(reading), num_warps=WARPS)
+            _accumulate[tiles, shares](*arguments, VARIANCE=variance, READING=int(reading), num_warps=WARPS)
 
 
 def adam(
     theta: torch.Tensor, first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, scalars: tuple[float, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """theta and both moments after a step, in one pass over float32; so are the scalars, in the kernel's order."""
+    """Return theta and both moments after a step of Adam, in one pass over float32 arrays.
+
+    Args:
+        theta: the parameters.
+        first: the first moments.
+        second: the second moments.
+        gradient: of the loss, one number per parameter.
+        scalars: learning rate * weight decay, beta1, 1 - beta1, beta2, 1 - beta2, learning rate / (1 - beta1^t),
+            1 / sqrt(1 - beta2^t) and eps, rounded to float32.
+    """
     arrays = [x.contiguous() for x in (theta, first, second, gradient)]
-    made = torch.empty_like(arrays[0]), torch.empty_like(arrays[0]), torch.empty_like(arrays[0])
+    outputs = torch.empty_like(arrays[0]), torch.empty_like(arrays[0]), torch.empty_like(arrays[0])
     if theta.numel():
-        options = {"DECAYS": scalars[0] != 0, "WIDE": 1024, "num_warps": 4, "enable_fp_fusion": False}
+        options = {"DECAYS": scalars[0] != 0, "WIDTH": 1024, "num_warps": 4, "enable_fp_fusion": False}
         with torch.cuda.device_of(theta):
-            _adam[(triton.cdiv(theta.numel(), 1024),)](*arrays, *made, theta.numel(), *scalars, **options)
-    return made
-
-
-__all__ = [
-    "accumulate",
-    "adam",
-    "blend_outer",
-    "fill",
-    "layer_norm",
-    "lstm",
-    "narrow_linear",
-    "perturb",
-    "perturb_outer",
-    "thin_convolution",
-    "thin_product",
-]
+            _adam[(triton.cdiv(theta.numel(), 1024),)](*arrays, *outputs, theta.numel(), *scalars, **options)
+    return outputs

@@ -1,4 +1,4 @@
-"""Functions on a card that are recorded once and then launched as a whole, without Python between their kernels."""
+"""Functions on a GPU that are recorded once as a CUDA graph, then launched without Python between their kernels."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -7,18 +7,22 @@ from functools import cache
 
 import torch
 
-from germline.kernels import kept
+from germline.kernels import cached_arrays
 
-TRUSTED_FOR = 100  # launches of what is doubted
+TRUSTED_FOR = 100  # launches of a function that is doubted, before it is checked again
 
 
 class Recorded:
-    """A function of tensors on a card, which gives a tensor: from its second or third call on a CUDA graph.
+    """A recorded function takes tensors on a GPU and returns a tensor; from its second or third call on it is a graph.
 
-    The first call runs it, on inputs that are copied to where all later ones will be, and records it. What is
-    ``doubted``, since it runs code that is not ours, is run and launched at the second call, and again after every
-    hundred, and has to give the same bits. What cannot be recorded, or proves to have become another function, is run
-    each time. The result stays valid until the next call.
+    The first call runs the function, on inputs that are copied to where all later ones will be, and records it. A
+    function that is ``doubted`` is both run and launched at the second call, and again after every hundred launches,
+    and both must give the same bits. A function that cannot be recorded, or whose bits differ, is run each time. The
+    result stays valid until the next call.
+
+    Args:
+        function: a function of tensors that are all on one GPU.
+        doubted: whether the function runs code of the user, which may compute something else at another call.
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], *, doubted: bool = False) -> None:
@@ -28,7 +32,7 @@ class Recorded:
         self.trusted = False
         self.launches = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.memory: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []  # the memory that the graph reads
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         if self.failed:
@@ -37,65 +41,66 @@ class Recorded:
             return self._run(inputs)
 
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        self._take(inputs)
+        self._copy_inputs(inputs)
         if self.trusted:
             assert self.graph is not None
             self.graph.replay()
             self.launches += 1
             self.trusted = not (self.doubted and self.launches % TRUSTED_FOR == 0)
             return self.output
-        result = self.function(*self.memory)
+        result = self.function(*self.inputs)
         if self.graph is None:
             self._record()
             self.trusted = not self.failed and not self.doubted
         else:
             self.graph.replay()
-            self.trusted = result.shape == self.output.shape and torch.equal(bits(result), bits(self.output))
+            self.trusted = has_same_bits(result, self.output)
             self.failed = not self.trusted
         if self.failed:
-            self.graph, self.memory = None, []
+            self.graph, self.inputs = None, []
         return result
 
-    def _take(self, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Copies the inputs to where the graph reads them."""
-        if not self.memory:
-            self.memory = [x.detach().clone() for x in inputs]
+    def _copy_inputs(self, inputs: tuple[torch.Tensor, ...]) -> None:
+        """Copy the inputs to where the graph reads them."""
+        if not self.inputs:
+            self.inputs = [x.detach().clone() for x in inputs]
         else:
-            for mine, given in zip(self.memory, inputs, strict=True):
-                mine.copy_(given)
+            for target, source in zip(self.inputs, inputs, strict=True):
+                target.copy_(source)
 
     def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            stream = stream_of(self.memory[0].device)
-            with uncollected(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.output = self.function(*self.memory)
-        except Exception:  # it waits for the card, or asks for memory of the host
+            stream = recording_stream(self.inputs[0].device)
+            with no_garbage_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self.output = self.function(*self.inputs)
+        except Exception:  # the function waits for the GPU, or needs memory of the host
             torch.cuda.synchronize()
             self.failed = True
             return
         self.graph = graph
-        self.held = list(kept.values())  # arrays that the graph reads must outlive it
+        self.cached_arrays = list(cached_arrays.values())  # arrays that the graph reads must outlive it
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """No garbage is collected: were an older graph among it, destroying that would spoil what is being recorded."""
-    before = gc.isenabled()
+def no_garbage_collection() -> Iterator[None]:
+    """Suspend garbage collection: an older graph that is destroyed would spoil the one that is being recorded."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if before:
+        if was_enabled:
             gc.enable()
 
 
 @cache
-def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Where a card records; torch's own choice is one stream for all cards."""
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU records; by default torch would use one stream for all GPUs."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
-def bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
+def has_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have the same shape and bits, so that NaN equals NaN."""
+    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -16,7 +16,7 @@ HIGH = np.uint64(32)
 
 
 def philox(counter: list[Array], key: tuple[int, int], rounds: int = ROUNDS) -> list[Array]:
-    """Four words for each counter (c0, c1, c2, c3); 32-bit words held in uint64."""
+    """Return four words for each counter (c0, c1, c2, c3): 32-bit words, held in uint64."""
     c0, c1, c2, c3 = (np.asarray(c, np.uint64) for c in counter)
     k0, k1 = key
     for _ in range(rounds):
@@ -27,29 +27,31 @@ def philox(counter: list[Array], key: tuple[int, int], rounds: int = ROUNDS) -> 
     return [c0, c1, c2, c3]
 
 
-def counters(address: Address, member: int, block: Array) -> list[Array]:
+def build_counters(address: Address, member: int, block: Array) -> list[Array]:
+    """Return the Philox counters (block, member, generation, stream) of an array of block numbers."""
     return [block, *(np.full_like(block, part) for part in (member, address.generation, address.stream))]
 
 
-def words(address: Address, count: int) -> Array:
-    """The first ``count`` 32-bit words of a stream in plain order: word j is word j % 4 of block j // 4."""
+def draw_words(address: Address, count: int) -> Array:
+    """Return the first ``count`` 32-bit words of a stream in plain order: word j is word j % 4 of block j // 4."""
     block = np.arange((count + 3) // 4)
-    out = philox(counters(address, int(address.members[0]), block), address.key)
+    out = philox(build_counters(address, int(address.members[0]), block), address.key)
     words: Array = np.stack(out, axis=1).reshape(-1)[:count]
     return words
 
 
-def halves(address: Address, member: int, count: int) -> Array:
-    """The 16-bit halves of parameters start .. start + count."""
+def draw_halves(address: Address, member: int, count: int) -> Array:
+    """Return the 16-bit halves of the parameters from start to start + count."""
     k = address.start + np.arange(count)
     block, lane = BLOCKS * (k // TILE) + k % BLOCKS, k % TILE // BLOCKS
-    out = np.stack(philox(counters(address, member, block), address.key))  # (4, count)
+    out = np.stack(philox(build_counters(address, member, block), address.key))  # (4, count)
     word = out[lane // 2, np.arange(count)]
     half: Array = (word >> (np.uint64(16) * (lane % 2).astype(np.uint64)) & np.uint64(0xFFFF)).astype(np.int64)
     return half
 
 
-def read(half: Array, reading: Reading) -> Array:
+def read_halves(half: Array, reading: Reading) -> Array:
+    """Return the integers that a reading makes of halves."""
     if reading == Reading.POPCOUNT:
         return np.bitwise_count(half).astype(np.int64) - 8
     if reading == Reading.SIGN:
@@ -59,58 +61,68 @@ def read(half: Array, reading: Reading) -> Array:
     return half
 
 
-def slices(address: Address, count: int, reading: Reading) -> Array:
-    return np.stack([read(halves(address, int(m), count), reading) for m in address.members])  # (m, count)
+def draw_integers(address: Address, count: int, reading: Reading) -> Array:
+    """Return the integers of every member of an address: (members, count)."""
+    return np.stack([read_halves(draw_halves(address, int(m), count), reading) for m in address.members])
 
 
 def fill(out: Array, address: Address, reading: Reading) -> None:
-    """out[i, k] = the integer of member i at parameter start + k."""
+    """Set out[i, k] to the integer of member i at parameter start + k."""
     if out.size:
-        out[:] = slices(address, out.shape[1], reading)
+        out[:] = draw_integers(address, out.shape[1], reading)
 
 
 def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Address, reading: Reading) -> None:
-    """out[i] = theta + (signs[i] * scale) * eps[i]; scale has one element or one per parameter."""
+    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter."""
     if out.size:
-        eps = slices(address, out.shape[1], reading)
+        eps = draw_integers(address, out.shape[1], reading)
         out[:] = theta + (signs[:, None].astype(out.dtype) * scale) * eps.astype(out.dtype)
+
+
+def accumulate(out: Array, weights: Array, address: Address, reading: Reading, variance: int) -> None:
+    """Set out to the sum of weights[i] * eps[i] or, for a variance above 0, of weights[i] * (eps[i]^2 - variance)."""
+    if not (out.size and weights.size):
+        out[:] = 0
+        return
+    eps = draw_integers(address, out.size, reading)
+    out[:] = weights.astype(np.int64) @ (eps * eps - variance if variance else eps)
 
 
 def blend_outer(
     out: Array,
     shared: Array,
-    thin: Array,
-    thick: Array,
+    x_b: Array,
+    a: Array,
     bias: Array,
     scales: Array,
-    where: Array,
+    member_address: Array,
     relu: bool,
     window: tuple[int, ...] | None = None,
 ) -> None:
-    """out[i, j, k] = shared[j, k] + bias[i, k] + scales[i] * sum over r of thin[j, a, r] thick[a, r, k], a = where[i].
+    """Set out[i, j, k] to shared[j, k] + bias[i, k] + scales[i] * sum over r of x_b[j, m, r] a[m, r, k].
 
-    The last axis, of positions, belongs to out, shared and thin. Then relu, then the largest in each window, given as
-    the height and width of a map, of the window, and of a step.
+    This is the output of a layer whose weights have noise of low rank: x W^T + bias + scale (x B) A^T.
+
+    Args:
+        out: the outputs, (members, n, rows, positions).
+        shared: x W^T, (n, rows, positions); or for each member its own, (members, n, rows, positions).
+        x_b: x B, (n, addresses, rank, positions); or for each member its own, (members, n, rank, positions).
+        a: A transposed, (addresses, rank, rows).
+        bias: (members, rows).
+        scales: (members,), what multiplies the integers of each member's noise, with its sign.
+        member_address: for each member i, the index m of its noise in ``x_b`` and ``a``.
+        relu: whether a ReLU follows.
+        window: of a max pooling that follows: height and width of a map, of the window, and of its strides.
     """
-    if shared.ndim == 4:  # for each member its own, and thin[i, j, r] with it
-        outer = np.einsum("ijrp,irk->ijkp", thin, thick[where])
+    if shared.ndim == 4:
+        outer = np.einsum("ijrp,irk->ijkp", x_b, a[member_address])
     else:
-        outer = np.einsum("jirp,irk->ijkp", thin[:, where], thick[where])
+        outer = np.einsum("jirp,irk->ijkp", x_b[:, member_address], a[member_address])
     value = shared + bias[:, None, :, None] + scales[:, None, None, None] * outer
     value = np.where(value <= 0, 0, value) if relu else value
     if window is not None:
-        high, wide, kernel_high, kernel_wide, down, across = window
-        maps = value.reshape(*value.shape[:3], high, wide)
-        views = np.lib.stride_tricks.sliding_window_view(maps, (kernel_high, kernel_wide), (3, 4))
-        value = views[:, :, :, ::down, ::across].max((-2, -1)).reshape(out.shape)
+        height, width, kernel_height, kernel_width, stride_y, stride_x = window
+        maps = value.reshape(*value.shape[:3], height, width)
+        views = np.lib.stride_tricks.sliding_window_view(maps, (kernel_height, kernel_width), (3, 4))
+        value = views[:, :, :, ::stride_y, ::stride_x].max((-2, -1)).reshape(out.shape)
     out[:] = value
-
-
-def accumulate(out: Array, weights: Array, address: Address, reading: Reading, center: int) -> None:
-    """out = sum of weights[i] * eps[i], or of weights[i] * (eps[i]^2 - center) where center is positive; int32."""
-    eps = (
-        slices(address, out.size, reading)
-        if out.size and weights.size
-        else np.zeros((weights.size, out.size), np.int64)
-    )
-    out[:] = weights.astype(np.int64) @ (eps * eps - center if center else eps)

@@ -11,7 +11,16 @@ from germline.errors import BadInput, unknown_name
 
 @dataclass(frozen=True)
 class Schedule:
-    """From ``start`` to ``stop`` over a number of generations, then ``stop``.
+    """A schedule goes from ``start`` to ``stop`` over a number of generations, then stays at ``stop``.
+
+    Args:
+        shape: linear, cosine or exponential.
+        start: the value at generation 0.
+        stop: the value from generation ``generations`` on.
+        generations: at least 1.
+
+    Raises:
+        BadInput: if the shape is unknown, there are no generations, or an exponential schedule is not above 0.
 
     >>> cosine = Schedule("cosine", 1.0, 0.0, 100)
     >>> [round(cosine(g), 3) for g in (0, 50, 100, 200)]
@@ -34,6 +43,7 @@ class Schedule:
             raise BadInput("An exponential schedule needs a start and a stop above 0.")
 
     def __call__(self, generation: int) -> float:
+        """Return the value at a generation."""
         t = min(1.0, generation / self.generations)
         if self.shape == "linear":
             return self.start + (self.stop - self.start) * t
@@ -46,6 +56,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
+        """Return the schedule of a text such as "linear(0.1, 0.01, 300)", or raise BadInput."""
         match = re.fullmatch(r"\s*(linear|cosine|exponential)\(([^,]+),([^,]+),([^,]+)\)\s*", text)
         try:
             if match is None:
@@ -59,8 +70,9 @@ class Schedule:
             raise BadInput(message) from None
 
 
-Scheduled = float | Schedule | Callable[[int], float]
+Scheduled = float | Schedule | Callable[[int], float]  # a setting: one value, or a value for each generation
 
 
 def value_at(setting: Scheduled, generation: int) -> float:
+    """Return the value of a setting at a generation."""
     return float(setting(generation)) if callable(setting) else float(setting)

@@ -1,6 +1,8 @@
-"""Scores to integer utilities: how good a member was, in whole numbers, so that sums over members are exact.
+"""Fitness shaping: scores to integer utilities, so that sums over members are exact.
 
-Scores are float32 before anything else. NaN and infinities are worst, whatever their sign. Larger utilities are better.
+Scores are rounded to float32 before anything else. NaN and infinities are worst, whatever their sign. Larger utilities
+are better. In all functions ``scores`` has one number per member, and ``maximize`` says whether larger scores are
+better.
 """
 
 import math
@@ -17,7 +19,13 @@ CLIP = 8 * ONE
 
 
 def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDArray[np.int64] | None:
-    """One integer per member, or None where no score is finite and a generation has nothing to say."""
+    """Return one integer per member, or None where no score is finite.
+
+    Args:
+        scores: one per member.
+        shaping: "ranks" (centered ranks) or "zscore" (standardized scores).
+        maximize: whether larger scores are better.
+    """
     if not any_finite(scores):
         return None
     return ranks(scores, maximize=maximize) if shaping == "ranks" else zscores(scores, maximize=maximize)
@@ -26,62 +34,80 @@ def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDAr
 def shape_by_shard(
     scores: NDArray[Any], shards: int, weigh: Callable[[NDArray[Any]], NDArray[np.int64] | None]
 ) -> NDArray[np.int64] | None:
-    """The utilities of equal parts of a population, each by itself; a part that has nothing to say has none but 0."""
+    """Return the utilities of a population whose equal parts are each shaped without the others.
+
+    Args:
+        scores: one per member.
+        shards: how many parts; it divides the population.
+        shape: returns the utilities of one part's scores, or None, which counts as zeros.
+
+    Returns:
+        One integer per member, or None if every part gave None.
+    """
     parts = np.split(np.asarray(scores), shards)
-    found = [weigh(part) for part in parts]
-    if all(weights is None for weights in found):
+    shaped = [shape(part) for part in parts]
+    if all(part is None for part in shaped):
         return None
-    silent = np.zeros(parts[0].size, np.int64)
-    return np.concatenate([silent if weights is None else weights for weights in found])
+    zeros = np.zeros(parts[0].size, np.int64)
+    return np.concatenate([zeros if part is None else part for part in shaped])
 
 
 def any_finite(scores: NDArray[Any]) -> bool:
-    """Whether any of them says something."""
-    return bool(np.isfinite(single(scores)).any())
+    """Return whether any score is finite in float32."""
+    return bool(np.isfinite(to_float32(scores)).any())
 
 
 def utility_unit(shaping: Shaping, population: int) -> float:
-    """What one utility is worth: centerd ranks span -1/2 to 1/2, z-scores have variance 1."""
+    """Return what one utility is worth: centered ranks span -1/2 to 1/2, z-scores have variance 1."""
     return 1 / (2 * (population - 1)) if shaping == "ranks" else 1 / ONE
 
 
 def ranks(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
-    """How many are worse less how many are better; ties share, the sum is 0.
+    """Return how many members are worse less how many are better; equal scores share a rank, and the sum is 0.
 
     >>> ranks(np.array([0.5, 0.1, float("nan"), 0.1]), maximize=False).tolist()
     [-1, 2, -3, 2]
     """
-    key = goodness(scores, maximize)
-    order = np.argsort(key)
-    ordered = key[order]
-    found = np.empty(key.size, np.int64)
+    good = goodness(scores, maximize)
+    order = np.argsort(good)
+    ordered = good[order]
+    result = np.empty(good.size, np.int64)
     if (ordered[1:] != ordered[:-1]).all():
-        found[order] = np.arange(1 - key.size, key.size, 2)
-        return found
-    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])  # of those that share a score
-    last = np.append(first[1:], key.size)
-    found[order] = np.repeat(first + last - key.size, last - first)
-    return found
+        result[order] = np.arange(1 - good.size, good.size, 2)
+        return result
+    first, last = find_ties(ordered)
+    result[order] = np.repeat(first + last - good.size, last - first)
+    return result
 
 
 def utilities_by_rank(scores: NDArray[Any], table: Sequence[int], *, maximize: bool) -> NDArray[np.int64]:
-    """The integers of a table, the first for the best; ties share theirs, rounded down.
+    """Return for each member the integer of its rank; equal scores share the mean of theirs, rounded down.
+
+    Args:
+        scores: one per member.
+        table: one integer per rank, that of the best first.
+        maximize: whether larger scores are better.
 
     >>> utilities_by_rank(np.array([0.5, 0.1, float("nan"), 0.1]), [9, 4, 1, -3], maximize=False).tolist()
     [1, 6, -3, 6]
     """
-    key = goodness(scores, maximize)
+    good = goodness(scores, maximize)
     order = rank_members(scores, maximize=maximize)
-    ordered, sums = key[order], np.concatenate([[0], np.cumsum(np.asarray(table, np.int64))])
+    sums = np.concatenate([[0], np.cumsum(np.asarray(table, np.int64))])
+    first, last = find_ties(good[order])
+    result = np.empty(good.size, np.int64)
+    result[order] = np.repeat((sums[last] - sums[first]) // (last - first), last - first)
+    return result
+
+
+def find_ties(ordered: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first and one past the last index of each run of equal numbers."""
     first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    last = np.append(first[1:], key.size)
-    found = np.empty(key.size, np.int64)
-    found[order] = np.repeat((sums[last] - sums[first]) // (last - first), last - first)
-    return found
+    return first, np.append(first[1:], ordered.size)
 
 
 def rank_members(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
-    """The members' numbers, the best first; of equals the first stays first.
+    """Return the member numbers, the best first; members with equal scores stay in order.
 
     >>> rank_members(np.array([0.5, 0.1, float("nan"), 0.1]), maximize=False).tolist()
     [1, 3, 0, 2]
@@ -90,35 +116,36 @@ def rank_members(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
 
 
 def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
-    """(score - mean) / deviation in fixed point, clipped; the mean and deviation are those of the finite scores.
+    """Return (score - mean) / standard deviation, both of the finite scores, in fixed point and clipped.
 
     >>> (zscores(np.array([1.0, 3.0, float("inf")]), maximize=True) / ONE).tolist()
     [-1.0, 1.0, -8.0]
     """
-    key = goodness(scores, maximize)
-    known = [float(k) for k in key if k > -np.inf]
-    mean = math.fsum(known) / len(known)
-    deviation = math.sqrt(math.fsum((k - mean) ** 2 for k in known) / len(known))
-    if deviation == 0:
-        return np.where(key > -np.inf, 0, -CLIP).astype(np.int64)
-    fixed = [max(-CLIP, min(CLIP, round((float(k) - mean) / deviation * ONE))) if k > -np.inf else -CLIP for k in key]
+    good = goodness(scores, maximize)
+    mean = mean_finite(good)
+    finite = [float(g) for g in good if g > -np.inf]
+    spread = math.sqrt(math.fsum((g - mean) ** 2 for g in finite) / len(finite))
+    if spread == 0:
+        return np.where(good > -np.inf, 0, -CLIP).astype(np.int64)
+    fixed = [max(-CLIP, min(CLIP, round((float(g) - mean) / spread * ONE))) if g > -np.inf else -CLIP for g in good]
     return np.array(fixed, np.int64)
 
 
 def goodness(scores: NDArray[Any], maximize: bool) -> NDArray[np.float32]:
-    """Larger is better; minus infinity for what is not finite."""
-    values = single(scores)
+    """Return the scores so that larger is better, with minus infinity for those that are not finite."""
+    values = to_float32(scores)
     if np.isfinite(values).all():
         return values if maximize else -values
     return np.where(np.isfinite(values), values if maximize else -values, -np.inf).astype(np.float32)
 
 
 def mean_finite(good: NDArray[np.float32]) -> float:
-    """Of the finite ones, whatever their order."""
-    known = good[np.isfinite(good)].tolist()
-    return math.fsum(known) / len(known)
+    """Return the mean of the finite numbers, exact before it is rounded, hence the same in any order."""
+    finite = good[np.isfinite(good)].tolist()
+    return math.fsum(finite) / len(finite)
 
 
-def single(scores: NDArray[Any]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+def to_float32(scores: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the scores in float32, in which too large ones are infinite."""
+    with np.errstate(over="ignore"):
         return np.asarray(scores, np.float32)
