@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from germline.cli.report import NO_CURVES, embed_figure, render_page, render_table
+from germline.engine.history import Row, read_rows
+from germline.engine.journal import Journal, write_atomically
+from germline.engine.stopping import lower_is_better
 from germline.errors import BadInput
-from germline.journal import Journal, write_whole
-from germline.report import NO_CURVES, embed_figure, render_page, render_table
-from germline.run import Row, rows_of
-from germline.stopping import lower_is_better
 
 ABOUT = "about.json"  # the file that says what a folder compares
 POINTS = 200  # of a curve
 AXES = {
-    "total_seconds": "seconds of training",
+    "total_seconds": "seconds of session",
     "total_passes": "forward passes of a batch (a backward pass is two)",
     "total_samples": "samples",
 }
@@ -46,10 +46,12 @@ class Variant:
     Args:
         name: The name of the row in the table, and of the runs' directories.
         arguments: What ``germline train`` is given for it.
+        strategy: Its strategy, as module:Class, if it is not part of this package: a resumed run is given it again.
     """
 
     name: str
     arguments: tuple[str, ...]
+    strategy: str | None = None
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Trial:
         outcome = journal.outcome()
         has_ended = outcome is not None and outcome["stopped_by"] != "interrupt"
         if has_ended:
-            self.outcome, self.rows, self.failure = outcome, rows_of(journal), ""
+            self.outcome, self.rows, self.failure = outcome, read_rows(journal), ""
             self.batch, self.command = journal.header["batch_size"] or 1, str(journal.header.get("command", ""))
         journal.close()
         return has_ended
@@ -148,7 +150,7 @@ class Comparison:
         if not same_variants or any(known.get(key, value) != value for key, value in own.items()):
             raise BadInput(f"{self.folder} holds runs under another budget or other settings: give another --name.")
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**own, "variants": variants}, indent=1).encode())
+        write_atomically(file, json.dumps({**own, "variants": variants}, indent=1).encode())
 
     def carry_out(self, trial: Trial) -> None:
         """Run a trial to its end, unless it has ended, and read its results."""
@@ -158,7 +160,8 @@ class Comparison:
         self.say(f"{trial.title}{': resumed' if resumed else ''}")
         options = ["--seed", str(trial.seed), "--runs", str(self.folder), "--name", trial.path.name]
         new = ["train", self.recipe, *trial.variant.arguments, *self.common, *options]
-        command = [sys.executable, "-m", "germline", *(["resume", str(trial.path)] if resumed else new), "--json"]
+        again = ["resume", str(trial.path), *format_options(recipe=self.recipe, strategy=trial.variant.strategy)]
+        command = [sys.executable, "-m", "germline", *(again if resumed else new), "--json"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.processes.append(process)
         trial.failure = wait_for(process, show=self.jobs == 1)
@@ -220,20 +223,6 @@ def format_options(**values: Any) -> list[str]:
     ['--device', 'cpu', '--seconds', '60.0']
     """
     return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
-
-
-def budget_options(
-    generations: int | None, seconds: float | None, evaluations: int | None, target: str | None
-) -> list[str]:
-    """Return the options that stop each run; after 60 seconds if there is no other budget."""
-    if generations is None and seconds is None and evaluations is None:
-        seconds = 60.0
-    return format_options(generations=generations, seconds=seconds, evaluations=evaluations, target=target)
-
-
-def machine_options(device: str, dtype: str, workers: int | None, data: Path | None) -> list[str]:
-    """Return the options that say what each run is computed by."""
-    return format_options(device=device, dtype=dtype, workers=workers, data=data and data.resolve())
 
 
 def choose_metric(trials: Sequence[Trial], name: str | None) -> str:
@@ -312,8 +301,8 @@ def write_comparison(trials: Sequence[Trial], metric: str, file: Path, title: st
     body += [f"<p>{explain_table(seeds)}</p>", draw_curves(trials, metric)]
     commands = [[trial.path.name, trial.command] for trial in trials if trial.outcome is not None]
     body += ["<h2>The commands that repeat it</h2>", render_table(["run", "command"], commands)]
-    write_whole(file, render_page(title, body))
-    write_whole(file.with_suffix(".json"), json.dumps({"metric": metric, "rows": rows}, indent=1).encode())
+    write_atomically(file, render_page(title, body))
+    write_atomically(file.with_suffix(".json"), json.dumps({"metric": metric, "rows": rows}, indent=1).encode())
     return rows
 
 

@@ -32,16 +32,15 @@ from typing import Any, get_args
 
 import numpy as np
 
-from germline.core import Core
+from germline.engine.opening import set_up
+from germline.engine.session import Session
 from germline.errors import BadInput, unknown_name
 from germline.fleet import Local
-from germline.fleet.exchange import Mode, refuse
-from germline.genome import Genome
+from germline.fleet.spmd.exchange import Mode, check_exchange
 from germline.objective import Batch
 from germline.population import even_block, single_threaded_torch
 from germline.recipes.recipe import Recipe
-from germline.strategies import AnyStrategy, GenerationResult, pack
-from germline.trainer import set_up
+from germline.strategies import GA, SNES, AnyStrategy, GenerationResult, MuLambda, OpenAIES, pack
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # the simplest first
 SCORE_BYTES = 4  # bytes of a score, and of an integer of a sum
@@ -181,7 +180,7 @@ def count_summed_arrays(strategy: AnyStrategy) -> int:
 def can_exchange(mode: Mode, strategy: AnyStrategy) -> bool:
     """Return whether the strategy can be run in this mode."""
     try:
-        refuse(mode, strategy)
+        check_exchange(mode, strategy)
     except BadInput:
         return False
     return True
@@ -344,41 +343,41 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", s
         BadInput: There is no cost model for the strategy.
     """
     count_asked_arrays(strategy)
-    settings: Any = strategy
-    if getattr(settings, "sigma", None) == "auto":
-        settings = dataclasses.replace(settings, sigma=SIGMA)
+    if strategy.needs_probe:
+        strategy = dataclasses.replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
     with single_threaded_torch():
-        core, *_, batch = set_up(dataclasses.replace(recipe, strategy=settings), Local(device, workers=1), seed)
-        core.prepare(batch)
-        assert core.plan is not None
-        few, many = measure_updates(core)
+        session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed)
+        batch = session.batch(0)
+        session.prepare(batch)
+        few, many = measure_updates(session)
         noise = max(0.0, (many.seconds - few.seconds) / (many.population - few.population))
         growth = (many.arrays - few.arrays) // (many.population - few.population)
         return Rates(
-            member_seconds=measure_member(core, batch),
+            member_seconds=measure_member(session, batch),
             noise_seconds=noise,
             step_seconds=max(0.0, many.seconds - many.population * noise),
             held=many.arrays - many.population * growth,
             held_per_member=growth,
-            block=core.plan.block,
-            width=core.state.theta.element_size(),
+            block=session.scorer.chosen_plan.block,
+            width=session.state.theta.element_size(),
         )
 
 
-def with_population(core: Core, population: int) -> Any:
+def with_population(session: Session, population: int) -> Any:
     """Return the strategy with about this population: an even number, large enough to choose parents from."""
-    strategy: Any = core.strategy
-    least = 2 * getattr(strategy, "parents", 1)
-    tied = {name: value for name, value in (("utilities", None), ("shards", 1)) if hasattr(strategy, name)}
+    strategy: Any = session.strategy
+    least = 2 * strategy.parents if isinstance(strategy, GA | MuLambda) else 2
+    tied: dict[str, Any] = {"shards": 1} if isinstance(strategy, OpenAIES | SNES) else {}
+    tied |= {"utilities": None} if isinstance(strategy, SNES) else {}
     changed = dataclasses.replace(strategy, population=max(least, population + population % 2), **tied)
-    return changed.bind(core.genome) if hasattr(changed, "bind") else changed
+    return changed.bind(session.scorer.genome)
 
 
-def tell_scores(core: Core, strategy: Any, state: Any, generation: int) -> Any:
+def tell_scores(session: Session, strategy: Any, state: Any, generation: int) -> Any:
     """Return the State after an update by arbitrary scores."""
     scores = np.arange(strategy.population, dtype=np.float32)
     result = GenerationResult(generation, scores, strategy.values(state, generation))
-    return strategy.tell(state, result, core.noise, maximize=core.objective.maximize)
+    return strategy.tell(state, result, session.noise, maximize=session.scorer.objective.maximize)
 
 
 @dataclass(frozen=True)
@@ -390,45 +389,49 @@ class MeasuredUpdate:
     arrays: int
 
 
-def measure_updates(core: Core) -> tuple[MeasuredUpdate, MeasuredUpdate]:
+def measure_updates(session: Session) -> tuple[MeasuredUpdate, MeasuredUpdate]:
     """Measure the update of a small population, and of the strategy's, or of a smaller one if that takes too long."""
-    few = measure_update(core, min(FEW_MEMBERS, core.strategy.population // 2))
+    few = measure_update(session, min(FEW_MEMBERS, session.strategy.population // 2))
     affordable = few.population * max(2, int(TELL_SECONDS / 2 / few.seconds))
-    return few, measure_update(core, max(2 * few.population, min(core.strategy.population, affordable)))
+    return few, measure_update(session, max(2 * few.population, min(session.strategy.population, affordable)))
 
 
-def measure_update(core: Core, population: int) -> MeasuredUpdate:
+def measure_update(session: Session, population: int) -> MeasuredUpdate:
     """Measure the update of one population."""
-    strategy = with_population(core, population)
-    state, numbers = strategy.init(core.state.theta), itertools.count()
+    strategy = with_population(session, population)
+    state, numbers = strategy.init(session.state.theta), itertools.count()
 
     def tell() -> None:
         nonlocal state
-        state = tell_scores(core, strategy, state, next(numbers))
+        state = tell_scores(session, strategy, state, next(numbers))
         state.theta[:1].cpu()  # waits for the device
 
     tell()  # compiles, and makes a State with all of its arrays
     seconds = median_seconds(tell, TELL_SECONDS)
-    arrays = [tensor for tensor in pack(state)[1].values() if tensor.ndim and tensor.shape[-1] == core.genome.size]
-    return MeasuredUpdate(strategy.population, seconds, sum(array.numel() for array in arrays) // core.genome.size)
+    arrays = [
+        tensor for tensor in pack(state)[1].values() if tensor.ndim and tensor.shape[-1] == session.scorer.genome.size
+    ]
+    return MeasuredUpdate(
+        strategy.population, seconds, sum(array.numel() for array in arrays) // session.scorer.genome.size
+    )
 
 
-def measure_member(core: Core, batch: Batch | None) -> float:
+def measure_member(session: Session, batch: Batch | None) -> float:
     """Measure the seconds of a member: on a CPU in a few blocks, which share work, on a GPU in the whole population."""
-    evaluator, count, strategy = core.prepare(batch), core.strategy.population, core.strategy
+    evaluator, count, strategy = session.scorer.evaluator, session.strategy.population, session.strategy
     block = min(evaluator.plan.block, count)
-    on_cpu = core.device.type == "cpu"
+    on_cpu = session.scorer.device.type == "cpu"
     if on_cpu:
         count = min(count, BLOCKS * block)
-        strategy = with_population(core, count)
-    state = tell_scores(core, strategy, strategy.init(core.state.theta), 0)
-    candidates = strategy.ask(state, core.noise, 1, strategy.values(state, 1))
+        strategy = with_population(session, count)
+    state = tell_scores(session, strategy, strategy.init(session.state.theta), 0)
+    candidates = strategy.ask(state, session.noise, 1, strategy.values(state, 1))
     if on_cpu:
         began = time.perf_counter()
-        core.fleet.evaluate(evaluator, candidates, block, batch)
+        session.fleet.score(evaluator, candidates, block, batch)
         if time.perf_counter() - began > EVALUATE_SECONDS / BLOCKS:
             count = block
-    return median_seconds(lambda: core.fleet.evaluate(evaluator, candidates, count, batch), EVALUATE_SECONDS) / count
+    return median_seconds(lambda: session.fleet.score(evaluator, candidates, count, batch), EVALUATE_SECONDS) / count
 
 
 def median_seconds(work: Callable[[], object], limit: float = float("inf"), repeats: int = REPEATS) -> float:

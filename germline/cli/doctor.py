@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from germline import noise
-from germline.core import Core
+from germline.engine.journal import connect
+from germline.engine.session import Session
 from germline.fleet import Local
-from germline.header import processor
-from germline.journal import connect
 from germline.kernels import Address, kernel_device, reference
+from germline.machine import processor_name
 from germline.noise import VALUES, Field
 from germline.objective import Batch, Objective
 from germline.strategies import OpenAIES
@@ -42,7 +42,7 @@ def examine() -> dict[str, Any]:
         "torch": torch.__version__,
         "numba": bool(find_spec("numba")),
         "triton": bool(find_spec("triton")),
-        "processor": f"{processor()}, {torch.get_num_threads()} threads",
+        "processor": f"{processor_name()}, {torch.get_num_threads()} threads",
     }
     for device in list_devices():
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
@@ -69,7 +69,7 @@ def has_exact_noise(device: torch.device) -> bool:
     """Return whether a slice of the noise field has the same bits on a device as by the definition."""
     low, high = noise.DIGEST_SPAN
     address = Address(0xF123456789ABCDEF, 0, 2**32 - 1, np.array([5, 2**32 - 1]), low)
-    expected = reference.slices(address, high - low, VALUES["popcount"].reading).astype(np.int8)
+    expected = reference.draw_integers(address, high - low, VALUES["popcount"].reading).astype(np.int8)
     return noise.field_digest(device) == hashlib.sha256(expected.tobytes()).hexdigest()
 
 
@@ -93,16 +93,17 @@ def measure_generation(device: torch.device, rank: int | None) -> str:
     population, size = (4096, 256) if device.type == "cuda" else (64, 64)
     module = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     batch = Batch.from_raw((torch.randn(size, 784), torch.randint(0, 10, (size,))), device)
-    core = Core(module, OpenAIES(population=population, rank=rank), Objective(F.cross_entropy), Local(str(device)), 0)
-    core.prepare(batch)
-    assert core.plan is not None
-    dtype = torch.bfloat16 if core.plan.dtype == "bfloat16" else torch.float32
+    strategy, objective = OpenAIES(population=population, rank=rank), Objective(F.cross_entropy)
+    session = Session.create(module, strategy, objective, Local(str(device)), 0)
+    session.prepare(batch)
+    kind = session.scorer.chosen_plan.dtype
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     plain, x = copy.deepcopy(module).to(dtype), batch.args[0].repeat(population, 1).to(dtype)
     with torch.no_grad():
         inference = least_seconds(lambda: plain(x)[:1].cpu())
     numbers = count(2)
-    generation = least_seconds(lambda: core.tell(core.evaluate(next(numbers), batch)))
-    return f"a generation at {inference / generation:.2f} of the speed of inference, {core.plan.dtype}"
+    generation = least_seconds(lambda: session.tell(session.evaluate(next(numbers), batch)))
+    return f"a generation at {inference / generation:.2f} of the speed of inference, {kind}"
 
 
 def least_seconds(work: Callable[[], object], times: int = 8) -> float:

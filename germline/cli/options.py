@@ -84,13 +84,13 @@ class StopOptions:
     """When to stop."""
 
     generations: Annotated[int | None, typer.Option(help="stop after this many generations in all")] = None
-    seconds: Annotated[float | None, typer.Option(help="stop after this many seconds of training in all")] = None
+    seconds: Annotated[float | None, typer.Option(help="stop after this many seconds of session in all")] = None
     evaluations: Annotated[
         int | None, typer.Option(help="stop after this many forward passes of a batch; a backward pass counts as two")
     ] = None
-    target: Annotated[
-        str | None, typer.Option(metavar="METRIC=VALUE", help="stop when a metric reaches a value")
-    ] = None
+    target: Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop when a metric reaches a value")] = (
+        None
+    )
 
     @property
     def is_limited(self) -> bool:

@@ -11,14 +11,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from germline.run import Row, Run, advice
-from germline.stopping import Stop
+from germline.engine.diagnostics import advise
+from germline.engine.history import Row
+from germline.engine.session import Session
+from germline.engine.stopping import Stop
 
 EVERY = 5.0  # seconds between lines where there is no terminal
 
 
 class Progress:
-    """A callback of the trainer that shows the progress of a run.
+    """A callback that shows the progress of a run.
 
     Args:
         stop: When the run will end.
@@ -26,7 +28,7 @@ class Progress:
         below: Returns what is shown below the line on a terminal.
     """
 
-    patient = True  # several generations may be reported together, a moment later
+    can_wait = True  # several generations may be reported together, a moment later
 
     def __init__(self, stop: Stop, out: TextIO = sys.stderr, below: Callable[[], RenderableType] | None = None) -> None:
         self.stop, self.out, self.below = stop, out, below
@@ -35,15 +37,17 @@ class Progress:
         self.last = 0.0  # when the last line was printed
         self.has_advised = False
 
-    def __call__(self, training: Run, row: Row) -> None:
-        line = format_progress(training, row, self.stop)
+    def __call__(self, session: Session, row: Row) -> None:
+        line = format_progress(session, row, self.stop)
         if self.live is not None:
             text = Text(line, overflow="ellipsis", no_wrap=True)
             self.live.update(text if self.below is None else Group(text, self.below()))
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
             self.last = time.monotonic()
             print(line, file=self.out, flush=True)
-        note = advice(training) if "agreement" in row and not self.has_advised else None
+        note = (
+            advise(session.history, session.scorer.genome.size) if "agreement" in row and not self.has_advised else None
+        )
         if note is not None:
             self.has_advised = True
             self.console.print(f"note: {note}", soft_wrap=True)
@@ -61,35 +65,35 @@ class Progress:
         self.live = None
 
 
-def format_progress(training: Run, row: Row, stop: Stop) -> str:
+def format_progress(session: Session, row: Row, stop: Stop) -> str:
     """Return a line with generation, best and mean score, diagnostics, a dev metric, members per second, time left."""
     done = row["generation"] + 1
     parts = [f"gen {done}" + (f"/{stop.generations}" if stop.generations else "")]
     scores = f"best {row['best']:.3g}  mean {row['mean']:.3g} ± {row['spread']:.2g}"
     parts.append("no finite score: skipped" if row["skipped"] else scores)
-    latest = next((r for r in reversed(training.history) if "step" in r), {})
+    latest = next((r for r in reversed(session.history) if "step" in r), {})
     parts += [f"{name} {latest[name]:.2g}" for name in ("sigma", "step", "agreement") if name in latest]
-    names = [key for key in training.metrics if key.startswith("dev_")] or [k for k in training.metrics if "test_" in k]
+    names = [key for key in session.metrics if key.startswith("dev_")] or [k for k in session.metrics if "test_" in k]
     preferred = [key for key in names if not key.endswith(("_loss", "_score"))] or names
     if preferred:
-        parts.append(f"{preferred[0].replace('_', ' ')} {training.metrics[preferred[0]]:.4f}")
-    recent = training.history[-20:]
+        parts.append(f"{preferred[0].replace('_', ' ')} {session.metrics[preferred[0]]:.4f}")
+    recent = session.history[-20:]
     seconds = sum(r["seconds"] for r in recent)
     rate = sum(r["members"] for r in recent) / max(seconds, 1e-9)
     parts.append(f"{rate:,.0f} members/s")
-    left = time_left(training, stop, seconds / len(recent))
+    left = time_left(session, stop, seconds / len(recent))
     if left is not None:
         parts.append(f"{format_time(left)} left")
     return "  ".join(parts)
 
 
-def time_left(training: Run, stop: Stop, per_generation: float) -> float | None:
+def time_left(session: Session, stop: Stop, per_generation: float) -> float | None:
     """Return the seconds until the run ends, or None if that is not known."""
     limits = []
     if stop.generations is not None:
-        limits.append((stop.generations - training.generation) * per_generation)
+        limits.append((stop.generations - session.generation) * per_generation)
     if stop.seconds is not None:
-        limits.append(stop.seconds - training.seconds)
+        limits.append(stop.seconds - session.seconds)
     return max(0.0, min(limits)) if limits else None
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from germline.journal import Journal, write_whole
+from germline.engine.history import Row, read_rows
+from germline.engine.journal import Journal, write_atomically
 from germline.population import METHODS
-from germline.run import Row, rows_of
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
@@ -37,13 +37,13 @@ def write_curves(rows: Sequence[Row], file: Path) -> None:
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
     writer.writerows(rows)
-    write_whole(file, text.getvalue().encode())
+    write_atomically(file, text.getvalue().encode())
 
 
 def read_run(path: Path) -> ReportedRun:
     """Return what the report shows of a run, from its journal."""
     journal = Journal.open(path, read_only=True)
-    run = (path.name, journal.header, rows_of(journal), journal.outcome() or {})
+    run = (path.name, journal.header, read_rows(journal), journal.outcome() or {})
     journal.close()
     return run
 
@@ -61,7 +61,7 @@ def write_report(runs: Sequence[ReportedRun], file: Path) -> None:
         body.append(f"<h2>{html.escape(name)}: settings</h2>{render_settings(header)}")
         if header.get("command"):
             body.append(f"<p>The command that repeats it:</p><pre>{html.escape(header['command'])}</pre>")
-    write_whole(file, render_page(title, body))
+    write_atomically(file, render_page(title, body))
 
 
 def render_page(title: str, body: Sequence[str]) -> bytes:
@@ -96,7 +96,7 @@ def render_settings(header: Mapping[str, Any]) -> str:
     rows = [["seed", header["seed"]], ["parameters", sum(math.prod(shape) for _, shape, _, _ in header["layout"])]]
     rows += [[f"strategy {key}", json.dumps(value)] for key, value in header["settings"].items()]
     rows += [[f"recipe {key}", value] for key, value in header["recipe_settings"].items()]
-    plan = header["evaluation"]
+    plan = header["plan"]
     evaluation = f"{METHODS[plan['method']]}, blocks of {plan['block']}, {plan['dtype']}"
     rows += [["batch size", header["batch_size"]], ["evaluation", evaluation]]
     rows += [["device", header["device"]], ["machine", header["machine"]], ["versions", json.dumps(header["versions"])]]
@@ -124,7 +124,7 @@ def draw_curves(runs: Sequence[ReportedRun]) -> str:
                 label = f"{name}: {metric.replace('_', ' ')}" if len(runs) > 1 else metric.replace("_", " ")
                 axes[1][column].plot(*zip(*points, strict=True) if points else ((), ()), label=label, lw=1.2)
     for row, what in zip(axes, ("score", "metric"), strict=False):
-        for axis, label in zip(row, ("generation", "seconds of training"), strict=True):
+        for axis, label in zip(row, ("generation", "seconds of session"), strict=True):
             axis.set(xlabel=label, ylabel=what)
             axis.grid(alpha=0.3)
         row[0].legend(fontsize=8)

@@ -78,9 +78,7 @@ def serve(
 @command
 def worker(
     coordinator: Annotated[str, typer.Argument(metavar="HOST:PORT", help="address of the coordinator")],
-    recipe: Annotated[
-        str, typer.Option(help="the coordinator's recipe: a name, a Python file, or module:function")
-    ],
+    recipe: Annotated[str, typer.Option(help="the coordinator's recipe: a name, a Python file, or module:function")],
     data: DataOptions,
     strategy: StrategyName = None,
     keys: KeysDir = None,

@@ -10,11 +10,12 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from germline.engine.history import Row
+from germline.engine.session import Session
+from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Elastic
-from germline.fleet.hub import address_of
-from germline.run import Row, Run
-from germline.stopping import Stop
+from germline.fleet.cluster.messages import parse_address
 
 POINTS = 500  # of a curve
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>germline</title>
@@ -55,7 +56,7 @@ look();setInterval(look,1000);</script></html>"""
 
 
 class Status:
-    """A callback of the trainer that serves the state of a run and its fleet as a page.
+    """A callback that serves the state of a run and its fleet as a page.
 
     Args:
         fleet: The fleet of the coordinator.
@@ -63,25 +64,25 @@ class Status:
         stop: When the run will end.
     """
 
-    patient = True  # several generations may be reported together, a moment later
+    can_wait = True  # several generations may be reported together, a moment later
 
     def __init__(self, fleet: Elastic, recipe: str, stop: Stop) -> None:
         self.fleet, self.recipe, self.stop = fleet, recipe, stop
-        self.training: Run | None = None
+        self.session: Session | None = None
         self.server: ThreadingHTTPServer | None = None
         self.recent: list[tuple[float, int]] = []  # when generations ended
 
-    def __call__(self, training: Run, row: Row) -> None:
-        self.training = training
+    def __call__(self, session: Session, row: Row) -> None:
+        self.session = session
         self.recent = [*self.recent[-20:], (time.monotonic(), row["generation"])]
 
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the page shows."""
-        training, fleet = self.training, self.fleet
-        rows = list(training.history) if training is not None else []
+        session, fleet = self.session, self.fleet
+        rows = list(session.history) if session is not None else []
         step = -(-len(rows) // POINTS) or 1
-        metrics = dict(training.metrics) if training is not None else {}
-        generation = training.generation if training is not None else 0
+        metrics = dict(session.metrics) if session is not None else {}
+        generation = session.generation if session is not None else 0
         numbers: dict[str, Any] = {"generations": generation}
         if rows:
             numbers |= {"best score": f"{rows[-1]['best']:.4g}", "mean score": f"{rows[-1]['mean']:.4g}"}
@@ -89,16 +90,16 @@ class Status:
         numbers |= {name.replace("_", " "): f"{value:.4f}" for name, value in metrics.items() if "accuracy" in name}
         return {
             "recipe": self.recipe,
-            "strategy": training.core.strategy.name if training is not None else "",
-            "run": str(training.path) if training is not None else "",
-            "address": f"{fleet.hub.host}:{fleet.hub.port}",
+            "strategy": session.strategy.name if session is not None else "",
+            "run": str(session.path) if session is not None else "",
+            "address": fleet.hub.address,
             "generation": generation,
             "generations_per_second": self.rate(),
             "numbers": numbers,
             "metrics": metrics,
             "curve": [{key: row[key] for key in ("generation", "best", "mean")} for row in rows[::step]],
-            "workers": fleet.told_of_workers(),
-            "turned_away": fleet.hub.turned_away[-5:],
+            "workers": fleet.describe_workers(),
+            "turned_away": fleet.hub.refusals[-5:],
         }
 
     def rate(self) -> float:
@@ -111,7 +112,7 @@ class Status:
     def table(self) -> Table:
         """Return the table of workers for a terminal."""
         table = Table("worker", "device", "machine", "state", "members/s", "share", "sent", "received", box=None)
-        for w in self.fleet.told_of_workers():
+        for w in self.fleet.describe_workers():
             numbers = (f"{w['members_per_second']:.0f}", f"{100 * w['share']:.0f} %")
             traffic = (f"{w['bytes_sent']:,}", f"{w['bytes_received']:,}")
             table.add_row(*map(Text, (w["name"], w["device"], w["machine"], w["state"], *numbers, *traffic)))
@@ -123,7 +124,7 @@ class Status:
         Raises:
             BadInput: The address cannot be used.
         """
-        host, port = address_of(address)
+        host, port = parse_address(address)
         status = self
 
         class Handler(BaseHTTPRequestHandler):

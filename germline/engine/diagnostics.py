@@ -85,7 +85,7 @@ def measure_resources(device: torch.device) -> dict[str, float]:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return {"memory": peak}
-    spent = {f"{part}_seconds": round(seconds, 6) for part, seconds in sorted(clock.taken().items())}
+    spent = {f"{part}_seconds": round(seconds, 6) for part, seconds in sorted(clock.pop_seconds().items())}
     return spent | ({"memory": memory} if (memory := resident_memory()) else {})
 
 

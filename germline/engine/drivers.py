@@ -18,14 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from germline.engine.scoring import ONE_BY_ONE
 from germline.errors import BadInput
 from germline.fleet.protocol import MemberShare, TrainedMember, Update
-from germline.genome import theta_sha256
 from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import Batch, Batches, seeded_generators
 from germline.optim.optimizers import Moments
 from germline.population import Plan
-from germline.engine.scoring import ONE_BY_ONE
 from germline.strategies.candidates import Candidates, UnsharedCandidates
 from germline.strategies.protocol import (
     AnyStrategy,
@@ -49,7 +48,10 @@ NO_GENERATION = ADDRESS_LIMIT - 2  # an address of noise that no run reaches
 class Driver(Protocol):
     """How generations of one kind of strategy are evaluated."""
 
-    records_theta: bool  # whether a record holds the hash of the weights, because a replay computes floats again
+    @property
+    def records_theta(self) -> bool:
+        """Whether a record holds the hash of the weights, because a replay has to compute floats again."""
+        ...
 
     def init(self, session: "Session", theta: torch.Tensor) -> Any:
         """Return the State before the first generation."""
@@ -361,5 +363,7 @@ DRIVERS: dict[StrategyKind, Driver] = {
 def find_driver(strategy: AnyStrategy) -> Driver:
     """Return the driver of a strategy's kind."""
     if strategy.kind not in DRIVERS:
-        raise BadInput(f"The strategy {strategy.name} has kind {strategy.kind!r}: it must be one of {', '.join(DRIVERS)}.")
+        raise BadInput(
+            f"The strategy {strategy.name} has kind {strategy.kind!r}: it must be one of {', '.join(DRIVERS)}."
+        )
     return DRIVERS[strategy.kind]

@@ -201,10 +201,9 @@ class Follower:
         per_member, sends_moments = len(arrays) // count, bool(strategy.row_arrays)
 
         def work(place: int) -> TrainedMember:
-            template = strategy.moments(session.state, 0)
             part = arrays[per_member * place : per_member * (place + 1)]
-            member = decode_member(part, template if sends_moments else None, device)
-            return train(head["first"] + place, member.theta, member.moments if sends_moments else template)
+            member = decode_member(part, strategy.moments(session.state, 0), sends_moments, device)
+            return train(head["first"] + place, member.theta, member.moments)
 
         trained = self.fleet.executor.run(work, count, device)
         return [part for member in trained for part in encode_member(member, with_moments=sends_moments)]

@@ -138,6 +138,8 @@ def recipe_for_run(recipe: Recipe, header: Mapping[str, Any], given: AnyStrategy
     """
     name = header["strategy"]
     known = [recipe.strategy, *recipe.others.values()]
-    own = next((one for one in known if one.name == name and is_same_class(class_path(one), header["strategy_class"])), None)
+    own = next(
+        (one for one in known if one.name == name and is_same_class(class_path(one), header["strategy_class"])), None
+    )
     strategy = given or own
     return recipe.with_strategy(strategy if strategy is not None else find_class(header, None)())

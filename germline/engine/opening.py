@@ -249,4 +249,3 @@ def choose_sigma(session: Session) -> None:
         session.journal.append(record)
         session.journal.commit()
     apply_probe(session, record)
-

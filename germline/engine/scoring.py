@@ -187,9 +187,7 @@ class Scorer:
                 exact = score_first_members(self.build_evaluator(exact_plan), candidates, batch, count)
                 return rank_correlation(exact, scores[:count]) >= SURVIVAL
             number = int(candidates.generation)
-            sampled = candidates.field.below(
-                scores.size, SAMPLED, number, Stream.SELECTION, member=ADDRESS_LIMIT - 1
-            )
+            sampled = candidates.field.below(scores.size, SAMPLED, number, Stream.SELECTION, member=ADDRESS_LIMIT - 1)
             plain = self.build_evaluator(Plan(1, "isolated", vectorized=False, dropout=plan.dropout))
             right = [matches_plain_copy(plain, candidates, batch, scores, int(member)) for member in sampled]
         return sum(right) >= SAMPLED - 1
@@ -200,7 +198,9 @@ class Scorer:
         evaluator = self.evaluators.get(self.plan) if self.plan is not None else None
         return evaluator is not None and any(recording.trusted for recording in evaluator.recordings.values())
 
-    def prefetch(self, strategy: AnyStrategy, state: Any, candidates: Candidates, batch: Batch | None, values: Any) -> None:
+    def prefetch(
+        self, strategy: AnyStrategy, state: Any, candidates: Candidates, batch: Batch | None, values: Any
+    ) -> None:
         """Have a GPU start to score a generation, for ``score`` to find; where it cannot, do nothing."""
         if batch is None:
             return

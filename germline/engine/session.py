@@ -188,7 +188,7 @@ class Session:
         batch = self.batch(self.generation) if self.prefetched_batch is None else self.prefetched_batch
         self.prepare(batch)
         plan = self.scorer.plan
-        clock.taken()
+        clock.pop_seconds()
         result = self.evaluate(self.generation, batch)
         before = self.state
         with clock("update"):

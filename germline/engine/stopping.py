@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from germline.errors import BadInput, unknown_name
 from germline.engine.session import Session, objective_name
+from germline.errors import BadInput, unknown_name
 from germline.objective import Objective
 
 LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics

@@ -175,9 +175,7 @@ class Local:
     def share_update(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> LocalUpdate:
         return LocalUpdate(strategy, field, maximize)
 
-    def share_members(
-        self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool
-    ) -> LocalMembers:
+    def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> LocalMembers:
         return LocalMembers(LocalUpdate(strategy, field, maximize), self.executor)
 
     def count_bytes(self) -> tuple[int, int]:

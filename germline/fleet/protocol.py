@@ -185,9 +185,7 @@ class Fleet(Protocol):
         """Decide, once for a run, how updates are shared out."""
         ...
 
-    def share_members(
-        self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool
-    ) -> MemberShare:
+    def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> MemberShare:
         """Decide, once for a run, which process trains which members."""
         ...
 

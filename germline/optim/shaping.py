@@ -32,7 +32,7 @@ def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDAr
 
 
 def shape_by_shard(
-    scores: NDArray[Any], shards: int, weigh: Callable[[NDArray[Any]], NDArray[np.int64] | None]
+    scores: NDArray[Any], shards: int, shape: Callable[[NDArray[Any]], NDArray[np.int64] | None]
 ) -> NDArray[np.int64] | None:
     """Return the utilities of a population whose equal parts are each shaped without the others.
 

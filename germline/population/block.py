@@ -15,7 +15,7 @@ from germline.kernels import kernel_device
 from germline.noise import Field, Matrix, Noise, Stream, cached_tensor, scale_sigma
 from germline.objective import Batch, iterate_tensors
 from germline.population.buffers import allocate
-from germline.strategies.base import Candidates
+from germline.strategies.candidates import Candidates
 
 # A function of tensors with the members first, and of which of them have members at all.
 BlockFunction = Callable[[list[torch.Tensor], list[bool]], list[torch.Tensor]]

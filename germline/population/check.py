@@ -22,7 +22,7 @@ from germline.optim.shaping import goodness
 from germline.population.block import Generation
 from germline.population.evaluator import Evaluator, refuse_changes, select_member
 from germline.population.plan import METHODS, DType, Plan, PlanChoice
-from germline.strategies.base import Candidates
+from germline.strategies.candidates import Candidates
 
 Make = Callable[[Plan], Evaluator]
 

@@ -25,7 +25,7 @@ from germline.population.population_module import enable_dropout, make_populatio
 from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
 from germline.population.rules.pending import materialize
 from germline.population.rules.pooling import FasterFunctions
-from germline.strategies.base import Candidates
+from germline.strategies.candidates import Candidates
 
 ALL_BLOCKS = slice(None)  # of the blocks of a population
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import seeded_generators
-from germline.strategies.base import Candidates
+from germline.strategies.candidates import Candidates
 
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
 generators_lock = threading.Lock()  # there is one set of global generators for all threads

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from germline.kernels.recorded import Recorded
 from germline.noise import LiveScalars
 from germline.objective import Batch, iterate_tensors
-from germline.strategies.base import Candidates
+from germline.strategies.candidates import Candidates
 
 MAX_RECORDINGS = 4  # shapes of batches for which a whole generation is recorded
 MAX_RECORDED_BLOCKS = 64  # with more blocks, the time to launch them is small compared with their work

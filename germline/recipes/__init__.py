@@ -22,7 +22,7 @@ from germline.recipes.pesgd import pesgd_mnist
 from germline.recipes.recipe import Recipe
 from germline.recipes.series import lstm_etth1, lstm_temperature
 from germline.recipes.threshold import threshold_digits
-from germline.strategies.settings import parse
+from germline.strategies.settings import parse_setting
 
 Maker = Callable[..., Recipe]
 RECIPES: dict[str, Maker] = {
@@ -121,7 +121,7 @@ def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
             raise unknown_name(f"setting of the recipe {name}", key, [p for p in parameters if p != "seed"])
         default = parameters[key].default
         fallback = str if default in (None, inspect.Parameter.empty) else type(default)
-        values[key] = parse(types.get(key, fallback), f"recipe.{key}", text)
+        values[key] = parse_setting(types.get(key, fallback), f"recipe.{key}", text)
     try:
         recipe = maker(**values)
     except BadInput:

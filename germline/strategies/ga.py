@@ -126,7 +126,7 @@ class GA(Strategy[State]):
         if self.crossover == "uniform":
             return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)
         if self.crossover == "one-point":
-            points = draw_points(noise.field, int(noise.generation), self.population)[noise.places.members]
+            points = draw_points(noise.field, int(noise.generation), self.population)[noise.members]
             cuts = as_tensor((points >> 8) * size >> 24, first.device)
             return torch.where(torch.arange(*span, device=first.device) < cuts[:, None], first, second)
         halves = noise.halves(span, Stream.CROSSOVER).to(first.dtype)

@@ -111,9 +111,7 @@ class Crew:
             if self.should_follow(worker, strategy, state, result):
                 self.send_records(worker, result.generation, result.generation + 1)
 
-    def should_follow(
-        self, worker: RemoteWorker, strategy: AnyStrategy, state: Any, result: GenerationResult
-    ) -> bool:
+    def should_follow(self, worker: RemoteWorker, strategy: AnyStrategy, state: Any, result: GenerationResult) -> bool:
         """Return whether records are cheaper for a worker than what candidates are made of."""
         bandwidth = worker.peer.bandwidth
         weights = count_bytes(ask_tensors(strategy.ask_arrays, state))

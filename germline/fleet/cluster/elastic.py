@@ -45,6 +45,7 @@ from germline.fleet.local import LocalMembers, LocalUpdate, Solo, local_gradient
 from germline.fleet.protocol import Sample, Scores, TrainedMember
 from germline.noise import Field
 from germline.objective import Batch
+from germline.optim.optimizers import Moments
 from germline.population import Evaluator
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import AnyStrategy, GenerationInputs, GenerationResult, MemberStrategy, Wire
@@ -399,12 +400,12 @@ class RemoteMembers:
             for place in range(last - first):
                 part = answer[per_member * place : per_member * (place + 1)]
                 template = strategy.moments(state, first + place)
-                member = decode_member(part, template if sends_moments else None, device)
+                member = decode_member(part, template, sends_moments, device)
                 if member.theta.shape != state.theta.shape or member.theta.dtype != state.theta.dtype:
                     raise BadInput("it answered with weights of another shape")
-                if sends_moments and shapes_of(member.moments) != shapes_of(template):
+                if shapes_of(member.moments) != shapes_of(template):
                     raise BadInput("it answered with moments of another shape")
-                trained.append(member if sends_moments else member._replace(moments=template))
+                trained.append(member)
             return trained
 
         def compute(first: int, last: int) -> list[TrainedMember]:
@@ -415,12 +416,12 @@ class RemoteMembers:
         return trained, scores_of(trained)
 
 
-def decode_member(part: list[bytes], template: Any, device: torch.device) -> TrainedMember:
-    """Return a member of a message: its weights, its moments where there is a template for them, and its score."""
+def decode_member(part: list[bytes], template: Moments, has_moments: bool, device: torch.device) -> TrainedMember:
+    """Return a member of a message: its weights, its moments, or the template where they are not sent, and its score."""
     about = json.loads(part[0])
     tensors = decode_tensors(about["layout"], part[1:], device)
     theta = tensors.pop("0")
-    moments = unpack(template, about["tree"]["list"][1], tensors) if template is not None else template
+    moments = unpack(template, about["tree"]["list"][1], tensors) if has_moments else template
     return TrainedMember(theta, moments, float(about.get("score", 0.0)))
 
 

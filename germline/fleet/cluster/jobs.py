@@ -198,9 +198,7 @@ class Coordinator:
         scheduler.drop_worker(worker.peer.number)
         self.hub.refuse(worker.peer, reason)
 
-    def take_events(
-        self, scheduler: ChunkScheduler | None, seconds: float
-    ) -> list[tuple[RemoteWorker, Message]]:
+    def take_events(self, scheduler: ChunkScheduler | None, seconds: float) -> list[tuple[RemoteWorker, Message]]:
         """Take in all events, after waiting up to some seconds for the first; return the answers among them."""
         answers, until = [], time.monotonic() + seconds
         while True:

@@ -84,7 +84,9 @@ class ChunkScheduler:
         )
         if in_time and (1 + waiting) / own > left / total and self.rates.get(worker):
             return None  # others compute it, and will be done before
-        size = max(math.ceil(self.count_unassigned * own / total / CHUNKS_PER_WORKER), math.floor(own * self.smallest), 1)
+        size = max(
+            math.ceil(self.count_unassigned * own / total / CHUNKS_PER_WORKER), math.floor(own * self.smallest), 1
+        )
         if not self.rates.get(worker):  # a small chunk first, to see how fast it is
             size = max(1, size // TRIAL)
         first, last = self.unassigned.popleft()

@@ -220,9 +220,7 @@ class SPMD:
         slowest = self.collective.gather(torch.tensor([seconds[mode] for mode in modes])).amax(0).tolist()
         return "chromosome" if slowest[1] < slowest[0] else "replay"
 
-    def share_members(
-        self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool
-    ) -> TeamMembers:
+    def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> TeamMembers:
         size, population = self.group.size, strategy.population
         width = strategy.workers_per_member if size % strategy.workers_per_member == 0 else 1
         if population < size // width:

@@ -135,7 +135,9 @@ class Ranks:
             self._raise_if_any_failed(error)
         others = np.flatnonzero(statuses["digest"] != statuses["digest"][0])
         if others.size:
-            raise BadInput(f"Rank {others[0]} was given another batch than rank 0: all ranks must see the same examples.")
+            raise BadInput(
+                f"Rank {others[0]} was given another batch than rank 0: all ranks must see the same examples."
+            )
 
 
 def digest(value: Any) -> str:
