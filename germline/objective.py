@@ -45,7 +45,7 @@ class Batch:
 
     @classmethod
     def from_raw(cls, raw: Any, device: torch.device | str = "cpu") -> "Batch":
-        """Return the batch on a device, with its target told apart from the model's inputs.
+        """Return the batch on a device, with its target separated from the model's inputs.
 
         Args:
             raw: A tuple of inputs followed by the target, or a dict with the target under one of ``TARGETS``.

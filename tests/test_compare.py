@@ -59,9 +59,9 @@ def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
         while finished(run) < 5 and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, said
-    assert "goes on from here" in said
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, errors
+    assert "goes on from here" in errors
     assert 5 <= finished(run) < 400
     assert not Trial(Variant("openai-es", ()), 0, run).load()
     done = call(*words)

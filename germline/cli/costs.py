@@ -276,7 +276,7 @@ def predict_costs(
 
 
 def choose_cost(costs: Sequence[Cost]) -> Cost:
-    """Return the fastest mode for the most workers, or a simpler one where the fastest gains next to nothing."""
+    """Return the fastest mode for the most workers, or a simpler one where the fastest gains less than 1 %."""
     most = max(cost.workers for cost in costs)
     candidates = sorted((cost for cost in costs if cost.workers == most), key=lambda cost: MODES.index(cost.mode))
     fastest = min(cost.seconds for cost in candidates)
@@ -331,7 +331,7 @@ def format_seconds(seconds: float) -> str:
 def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", seed: int = 0) -> Rates:
     """Measure how fast one core of this machine's CPU, or a whole GPU, is at a recipe, in about five seconds.
 
-    An update is measured at two populations, so that the part that grows with the population can be told apart.
+    An update is measured at two populations, which separates the part that grows with the population from the rest.
 
     Args:
         recipe: The recipe; its strategy is not used.
