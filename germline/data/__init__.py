@@ -5,18 +5,3 @@ from germline.data.images import load_cifar10, load_digits, load_mnist, load_mni
 from germline.data.nuclei import load_nuclei, load_nuclei_arrays
 from germline.data.series import load_series, make_windows
 from germline.data.splits import Splits
-
-__all__ = [
-    "HOW_TO_PROVIDE",
-    "MissingDataError",
-    "Splits",
-    "load_cifar10",
-    "load_digits",
-    "load_mnist",
-    "load_mnist_of_hybrid_es",
-    "load_nuclei",
-    "load_nuclei_arrays",
-    "load_series",
-    "make_synthetic",
-    "make_windows",
-]

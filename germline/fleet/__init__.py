@@ -4,5 +4,3 @@ from germline.fleet.cluster.elastic import Elastic
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
 from germline.fleet.spmd.fleet import SPMD
-
-__all__ = ["SPMD", "Elastic", "Fleet", "Local"]

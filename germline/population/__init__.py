@@ -18,28 +18,3 @@ from germline.population.check import (
 from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy, refresh_statistics
 from germline.population.isolation import exact_arithmetic, keep_memory, single_threaded_torch
 from germline.population.plan import METHODS, DType, Plan, PlanChoice, SlowPath, block_size, even_block
-
-__all__ = [
-    "ALL_BLOCKS",
-    "METHODS",
-    "SURVIVAL",
-    "DType",
-    "Evaluator",
-    "Generation",
-    "Plan",
-    "PlanChoice",
-    "SlowPath",
-    "block_size",
-    "choose_dtype",
-    "choose_plan",
-    "even_block",
-    "exact_arithmetic",
-    "first_sentence",
-    "keep_memory",
-    "make_evaluation_copy",
-    "matches_plain_copy",
-    "rank_correlation",
-    "refresh_statistics",
-    "score_first_members",
-    "single_threaded_torch",
-]

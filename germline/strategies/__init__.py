@@ -21,33 +21,3 @@ from germline.strategies.pso import PSO
 from germline.strategies.registry import STRATEGIES, class_path, find_strategy, is_built_in
 from germline.strategies.snes import SNES
 from germline.strategies.state import pack, slice_columns, unpack
-
-__all__ = [
-    "GA",
-    "PESGD",
-    "PSO",
-    "SNES",
-    "STRATEGIES",
-    "AnyStrategy",
-    "Candidates",
-    "GenerationInputs",
-    "GenerationResult",
-    "Gradient",
-    "GradientStrategy",
-    "HybridES",
-    "MemberStrategy",
-    "MuLambda",
-    "Offspring",
-    "OpenAIES",
-    "Strategy",
-    "SummedStrategy",
-    "UnsharedCandidates",
-    "Wire",
-    "class_path",
-    "describe_offspring",
-    "find_strategy",
-    "is_built_in",
-    "pack",
-    "slice_columns",
-    "unpack",
-]
