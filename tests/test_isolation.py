@@ -59,6 +59,7 @@ def read_settings() -> list[Any]:
 
 def test_settings_are_restored_after_an_error() -> None:
     before = read_settings()
+    assert torch.backends.mha.get_fastpath_enabled()
 
     def fail() -> None:
         with single_threaded_torch(), exact_arithmetic(CPU):

@@ -51,15 +51,9 @@ class Generation:
         Two threads that ask at the same time both compute it, with the same bits.
         """
         memory = x.untyped_storage().data_ptr() if x.layout == torch.strided else 0
-        is_of_batch = (
-            memory
-            and self.batch is not None
-            and any(
-                tensor.layout == torch.strided and memory == tensor.untyped_storage().data_ptr()
-                for tensor in iterate_tensors([self.batch.args, self.batch.kwargs])
-            )
-        )
-        if not is_of_batch:
+        inputs = () if self.batch is None else iterate_tensors([self.batch.args, self.batch.kwargs])
+        strided = (tensor for tensor in inputs if tensor.layout == torch.strided)
+        if not memory or all(memory != tensor.untyped_storage().data_ptr() for tensor in strided):
             return product()
         key = (layer, x.data_ptr(), tuple(x.shape), x.stride(), x._version)
         if key not in self.products:

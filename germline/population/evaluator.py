@@ -142,7 +142,8 @@ class Evaluator:
                     score = vmap(lambda output: self.objective.function(output, batch.target))
                     return torch.as_tensor(score(outputs)).reshape(len(members)).float()
                 scores = [self.objective.function(select_member(outputs, i), batch.target) for i in range(len(members))]
-            return torch.stack([to_scalar(score, self.device) for score in scores])
+            scalars = [torch.as_tensor(score, dtype=torch.float32, device=self.device) for score in scores]
+            return torch.stack([scalar.detach().reshape(()) for scalar in scalars])
 
     def outputs(self, generation: Generation, members: NDArray[np.int64]) -> Any:
         """Return the module's outputs for each of the members: tensors with the members first."""
@@ -250,10 +251,7 @@ def prepare_input(value: Any, dtype: torch.dtype | None) -> Any:
 
 def to_float32(outputs: Any) -> Any:
     """Return outputs with bfloat16 tensors as float32: losses are computed in float32."""
-    return tree_map(
-        lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x,
-        outputs,
-    )
+    return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x, outputs)
 
 
 @contextmanager
@@ -273,11 +271,6 @@ def tensor_versions(batch: Batch | None) -> list[int]:
 def select_member(outputs: Any, i: int) -> Any:
     """Return the outputs of one member."""
     return tree_map(lambda tensor: tensor[i], outputs)
-
-
-def to_scalar(score: Any, device: torch.device) -> torch.Tensor:
-    """Return a score as a float32 tensor without dimensions."""
-    return torch.as_tensor(score, dtype=torch.float32, device=device).detach().reshape(())
 
 
 def make_evaluation_copy(module: nn.Module) -> nn.Module:

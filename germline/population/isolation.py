@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -27,6 +28,9 @@ from germline.strategies.candidates import Candidates
 
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
 generators_lock = threading.Lock()  # there is one set of global generators for all threads
+settings_lock = threading.Lock()
+holders: Counter[str] = Counter()  # threads in exact_arithmetic, by the type of device
+restore: defaultdict[str, ExitStack] = defaultdict(ExitStack)  # what the last of them does
 
 
 @contextmanager
@@ -39,39 +43,19 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     Args:
         device: the device that evaluates members.
     """
-    with find_settings(device.type).hold(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-class ExactSettings:
-    """The settings of ``exact_arithmetic`` for a kind of device, set by the first thread, restored by the last."""
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-        self.lock = threading.Lock()
-        self.holders = 0
-        self.restore = ExitStack()
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Have the settings set."""
-        with self.lock:
-            if self.holders == 0:
-                self.restore.enter_context(set_exact(self.device_type))
-            self.holders += 1
-        try:
+    kind = device.type
+    with settings_lock:
+        if not holders[kind]:
+            restore[kind].enter_context(set_exact(kind))
+        holders[kind] += 1
+    try:
+        with torch.autocast(kind, enabled=False):
             yield
-        finally:
-            with self.lock:
-                self.holders -= 1
-                if self.holders == 0:
-                    self.restore.close()
-
-
-@cache
-def find_settings(device_type: str) -> ExactSettings:
-    """Return the process's settings for a kind of device."""
-    return ExactSettings(device_type)
+    finally:
+        with settings_lock:
+            holders[kind] -= 1
+            if not holders[kind]:
+                restore[kind].close()
 
 
 @contextmanager
@@ -113,7 +97,8 @@ def vmap_warns() -> bool:
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        vmap(lambda x: torch.histc(x, 2))(torch.zeros(1, 2))  # an operation for which vmap has no rule
+        x = torch.zeros(1, 2, dtype=torch.float32, device="cpu")  # whatever the defaults of the user are
+        vmap(lambda row: torch.histc(row, 2))(x)  # an operation for which vmap has no rule
     return bool(caught)
 
 

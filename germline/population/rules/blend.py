@@ -84,17 +84,15 @@ def multiply_shared_input(
     if block.matrix(index) is not None:
         return combine(split_shared_product(call, x, multiply))
     base = block.generation.share_product(call.module, x, lambda: multiply(block.generation.center(index)))
-    scales, bias = block.scales(index), call.optional_weights("bias")
     if x.device.type != "cpu":
-        noise = multiply(block.dense_noise(index, x.dtype).flatten(0, 1))
-        return add_noise(base, noise, scales, block.member_address, bias, call.epilogue)
+        return add_noise(call, base, multiply(block.dense_noise(index, x.dtype).flatten(0, 1)))
     # one address at a time: the noise of all of them would leave the processor's caches
     outputs: list[torch.Tensor] = [base] * block.size
-    factors = scales.tolist()
+    scales, bias = block.scales(index).tolist(), call.optional_weights("bias")
     for address in range(len(block.addresses)):
         term = multiply(block.dense_noise_at(index, address, x.dtype))
         for i in np.flatnonzero(block.member_address == address).tolist():
-            output = torch.add(base, term, alpha=factors[i], out=allocate(tuple(base.shape), base))
+            output = torch.add(base, term, alpha=scales[i], out=allocate(tuple(base.shape), base))
             if bias is not None:
                 output += bias[i].view(-1, *(1,) * (base.dim() - 2))
             outputs[i] = apply_epilogue(output, call.epilogue)
@@ -134,24 +132,18 @@ def combine_without_kernels(parts: Parts) -> torch.Tensor:
     return apply_epilogue(out.view(parts.base.shape), parts.epilogue)
 
 
-def add_noise(
-    base: torch.Tensor,
-    noise: torch.Tensor,
-    scales: torch.Tensor,
-    member_address: Addresses,
-    bias: torch.Tensor | None,
-    epilogue: Epilogue,
-) -> torch.Tensor:
+def add_noise(call: LayerCall, base: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Return base + scale_i noise_i + bias_i for each member, on a GPU: (members, n, R, ...), after the epilogue.
 
     ``base`` is (n, R, ...), ``noise`` (n, addresses * R, ...).
     """
     n, rows = base.shape[:2]
-    relu, window, sizes, rest = fuse_epilogue(epilogue, base.shape[2:])
-    out = base.new_empty(len(scales), n, rows, sizes.numel())
+    relu, window, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
+    out = base.new_empty(call.block.size, n, rows, sizes.numel())
     noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
     base = base.reshape(n, rows, -1).contiguous()
-    add_terms(out, base, noise, bias, scales, member_address, relu, window)
+    scales, bias = call.block.scales(call.layer.slots["weight"]), call.optional_weights("bias")
+    add_terms(out, base, noise, bias, scales, call.block.member_address, relu, window)
     return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)
 
 

@@ -49,11 +49,6 @@ def apply_epilogue(x: Tensor, epilogue: Epilogue) -> Tensor:
     return x
 
 
-def read_relu(x: Tensor, inplace: bool = False) -> Relu:
-    """Return a call of relu as part of an epilogue."""
-    return Relu()
-
-
 def read_max_pool(x: Tensor, kernel_size: Any, stride: Any = None, *more: Any, **settings: Any) -> MaxPool | None:
     """Return a call of max_pool2d as part of an epilogue, or None if it has a padding, a dilation or the like."""
     if any(as_pair(value) != POOL_DEFAULTS.get(name, (0, 0)) for name, value in settings.items()) or more:
@@ -63,7 +58,7 @@ def read_max_pool(x: Tensor, kernel_size: Any, stride: Any = None, *more: Any, *
 
 POOL_DEFAULTS = {"dilation": (1, 1)}
 FUSIBLE: dict[Any, Callable[..., Relu | MaxPool | None]] = {
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), read_relu),
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), lambda *args, **kwargs: Relu()),
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), read_max_pool),
 }
 IN_PLACE = (torch.relu_, Tensor.relu_)
