@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
@@ -48,38 +48,32 @@ NO_GENERATION = ADDRESS_LIMIT - 2  # an address of noise that no run reaches
 class Driver(Protocol):
     """How generations of one kind of strategy are evaluated."""
 
-    @property
-    def records_theta(self) -> bool:
-        """Whether a record holds the hash of the weights, because a replay has to compute floats again."""
-        ...
+    records_theta: ClassVar[bool]  # whether a record holds the hash of the weights: a replay computes floats again
 
     def init(self, session: "Session", theta: torch.Tensor) -> Any:
         """Return the State before the first generation."""
-        ...
+        return session.strategy.init(theta)
 
     def choose_plan(self, session: "Session", batch: Batch | None) -> Plan:
         """Choose how members are evaluated."""
-        ...
 
     def sample(self, session: "Session") -> tuple[Candidates, Plan]:
         """Describe a few members around the initial weights, whose scores prove that a worker computes the same."""
-        ...
 
     def share_update(self, session: "Session") -> Update:
         """Decide how the fleet shares out updates."""
-        ...
+        maximize = session.scorer.objective.maximize
+        return session.fleet.share_update(session.strategy, session.state, session.noise, maximize=maximize)
 
     def score(self, session: "Session", generation: int, batch: Batch | None) -> GenerationResult:
         """Evaluate a generation."""
-        ...
 
     def restore(self, session: "Session", result: GenerationResult) -> GenerationResult:
         """Complete a result from a journal with what a record does not hold, so that it can be told."""
-        ...
+        return result
 
     def count_samples(self, session: "Session", result: GenerationResult, batch: Batch | None) -> int:
         """Return the forward passes of examples of a generation; backprop counts as three."""
-        ...
 
 
 def blocks_of(session: "Session", batch: Batch | None, candidates: Candidates, processes: int) -> Plan:
@@ -93,13 +87,10 @@ def blocks_of(session: "Session", batch: Batch | None, candidates: Candidates, p
 
 
 @dataclass(frozen=True)
-class Evolve:
+class Evolve(Driver):
     """Scores the members that a strategy's ``ask`` describes."""
 
-    records_theta: bool = False
-
-    def init(self, session: "Session", theta: torch.Tensor) -> Any:
-        return session.strategy.init(theta)
+    records_theta: ClassVar[bool] = False
 
     def choose_plan(self, session: "Session", batch: Batch | None) -> Plan:
         return blocks_of(session, batch, self._first_candidates(session), session.fleet.group.size)
@@ -115,10 +106,6 @@ class Evolve:
             return Candidates(session.noise, 0, state.theta, CHECK_SIGMA)
         return strategy.ask(state, session.noise, 0, strategy.values(state, 0))
 
-    def share_update(self, session: "Session") -> Update:
-        maximize = session.scorer.objective.maximize
-        return session.fleet.share_update(session.strategy, session.state, session.noise, maximize=maximize)
-
     def score(self, session: "Session", generation: int, batch: Batch | None) -> GenerationResult:
         values = session.strategy.values(session.state, generation)
         candidates = session.strategy.ask(session.state, session.noise, generation, values)
@@ -126,21 +113,15 @@ class Evolve:
         scores = session.scorer.score(session.fleet, session.strategy, candidates, batch, inputs)
         return GenerationResult(generation, scores, values)
 
-    def restore(self, session: "Session", result: GenerationResult) -> GenerationResult:
-        return result
-
     def count_samples(self, session: "Session", result: GenerationResult, batch: Batch | None) -> int:
         return session.strategy.population * (batch.size if batch else 1)
 
 
 @dataclass(frozen=True)
-class Differentiate:
+class Differentiate(Driver):
     """Computes gradients, and scores samples around them."""
 
-    records_theta: bool = True
-
-    def init(self, session: "Session", theta: torch.Tensor) -> Any:
-        return session.strategy.init(theta)
+    records_theta: ClassVar[bool] = True
 
     def choose_plan(self, session: "Session", batch: Batch | None) -> Plan:
         strategy, theta = gradient_strategy(session), session.state.theta
@@ -153,10 +134,6 @@ class Differentiate:
     def sample(self, session: "Session") -> tuple[Candidates, Plan]:
         candidates = Candidates(session.noise, NO_GENERATION, session.read_theta(), CHECK_SIGMA)
         return candidates, session.scorer.chosen_plan if session.strategy.population > 1 else ONE_BY_ONE
-
-    def share_update(self, session: "Session") -> Update:
-        maximize = session.scorer.objective.maximize
-        return session.fleet.share_update(session.strategy, session.state, session.noise, maximize=maximize)
 
     def score(self, session: "Session", generation: int, batch: Batch | None) -> GenerationResult:
         strategy, state, scorer = gradient_strategy(session), session.state, session.scorer
@@ -214,10 +191,10 @@ class Differentiate:
 
 
 @dataclass(frozen=True)
-class TrainMembers:
+class TrainMembers(Driver):
     """Trains members by gradient descent, each on its own order of the examples, and scores them on dev."""
 
-    records_theta: bool = True
+    records_theta: ClassVar[bool] = True
 
     def init(self, session: "Session", theta: torch.Tensor) -> Any:
         strategy = member_strategy(session)

@@ -54,8 +54,7 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_settings(strategy: AnyStrategy) -> dict[str, Any]:
     """Return a strategy's settings as JSON; a function by its name only."""
-    values = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}  # type: ignore[arg-type]
-    return {name: describe_value(value) for name, value in values.items()}
+    return {name: describe_value(value) for name, value in vars(strategy).items()}
 
 
 def describe_value(value: Any) -> Any:
@@ -96,10 +95,10 @@ def restore_strategy(
         elif isinstance(value, dict) and "function" in value and for_replay and name in SCHEDULED:
             value = 1.0
         elif isinstance(value, dict) and "function" in value:
-            if given is None or describe_value(getattr(given, name, None)) != value:
+            if given is None or describe_value(vars(given).get(name)) != value:
                 advice = "give the run's strategy again, with gl.train(..., strategy=..., resume=...)"
                 raise BadInput(f"The setting {name} of this run is the function {value['function']}: {advice}.")
-            value = getattr(given, name)
+            value = vars(given)[name]
         elif isinstance(value, list):
             value = tuple(tuple(item) if isinstance(item, list) else item for item in value)
         settings[name] = value

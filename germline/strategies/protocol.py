@@ -115,19 +115,15 @@ class Strategy(Protocol[S]):
 
     def init(self, theta: torch.Tensor) -> S:
         """Return the State before the first generation. It has an attribute ``theta``, the weights to be measured."""
-        ...
 
     def values(self, state: S, generation: int) -> dict[str, float]:
         """Return the values of the schedules in a generation; a journal keeps them."""
-        ...
 
     def ask(self, state: S, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         """Describe the members of a generation."""
-        ...
 
     def tell(self, state: S, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> S:
         """Return the State after a generation; ``start`` is the first column that ``state`` holds."""
-        ...
 
 
 AnyStrategy = Strategy[Any]
@@ -141,15 +137,12 @@ class SummedStrategy(Strategy[S], Protocol[S]):
 
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         """Return an integer weight for each member, or None where no score is finite."""
-        ...
 
     def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
         """Return the exact sums over some members that an update is made of: (sums, parameters)."""
-        ...
 
     def step(self, state: S, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> S:
         """Return the State after a generation, from the sums over all members."""
-        ...
 
 
 class GradientStrategy(Strategy[S], Protocol[S]):
@@ -169,25 +162,20 @@ class GradientStrategy(Strategy[S], Protocol[S]):
 
     def differentiates(self, generation: int) -> bool:
         """Return whether a generation needs a full gradient."""
-        ...
 
     def samples(self, generation: int) -> bool:
         """Return whether a generation scores samples."""
-        ...
 
     def with_gradient(self, state: S, gradient: torch.Tensor, generation: int, *, maximize: bool) -> S:
         """Return the State that includes a new gradient, before any step."""
-        ...
 
     def reference_candidates(
         self, state: S, field: Field, generation: int, values: Mapping[str, float]
     ) -> Candidates | None:
         """Describe the one candidate that samples are compared with, or return None."""
-        ...
 
     def direction(self, state: S) -> torch.Tensor | None:
         """Return the gradient that the State carries, if it carries one."""
-        ...
 
 
 class MemberStrategy(Strategy[S], Protocol[S]):
@@ -207,43 +195,34 @@ class MemberStrategy(Strategy[S], Protocol[S]):
 
     def init_members(self, theta: torch.Tensor, build: "MemberBuilder") -> torch.Tensor:
         """Return the weights of the first members: (members, parameters)."""
-        ...
 
     def with_members(self, theta: torch.Tensor, members: torch.Tensor) -> S:
         """Return a State of these members, none of which has been evaluated."""
-        ...
 
     def step(
         self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, values: Mapping[str, float]
     ) -> tuple[torch.Tensor, Moments]:
         """Return a member's weights and moments after one step along a gradient of the loss."""
-        ...
 
     def moments(self, state: S, row: int) -> Moments:
         """Return the optimizer's moments of a member."""
-        ...
 
     def after_training(self, state: S, members: list[torch.Tensor], moments: list[Moments]) -> S:
         """Return the State with the members as training has left them."""
-        ...
 
     def select(self, state: S, result: GenerationResult, field: Field, *, maximize: bool) -> Any:
         """Return which members are replaced and by whose children, or None where no score is finite."""
-        ...
 
     def rows_needed(self, selection: Any, members: range) -> set[tuple[int, str]]:
         """Return the rows, as (member, array), from which the next generation of some members is made."""
-        ...
 
     def best_member(self, selection: Any) -> int | None:
         """Return the member that is better than ``theta``, if one is."""
-        ...
 
     def apply_selection(
         self, state: S, selection: Any, members: range, row: "RowReader", field: Field, generation: int, start: int = 0
     ) -> S:
         """Return the State after a selection, for the members that this process holds; ``theta`` stays."""
-        ...
 
 
 class MemberBuilder(Protocol):

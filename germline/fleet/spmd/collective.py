@@ -323,7 +323,7 @@ def open_store(launch: Launch, patience: float) -> Any:
     torchrun offers the store of its agent, which outlives a restart with all that dead processes have written to it, so
     that new ones would follow their addresses. It is used only to say where the new store is.
     """
-    from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import HashStore, PrefixStore, TCPStore
 
     if launch.address is None:
         return HashStore()  # a single process
