@@ -5,13 +5,18 @@ installed := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/installed)
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test test-gpu check format clean
+.PHONY: train test test-all test-gpu check format clean
 
 train: $(installed)
 	$(if $(installed),.venv/bin/germline,$(PYTHON) -m germline) train digits --baseline
 
+# Runs what needs one process, on all cores.
 test: $(installed)
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -m "not slow" -n auto
+
+# Runs every test: processes, faults and interpreted GPU kernels as well.
+test-all: $(installed)
+	$(PYTHON) -m pytest -q -n auto
 
 # Runs the tests with the kernels compiled for the GPU, and every device test on the GPU.
 test-gpu: $(installed)
