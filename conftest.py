@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-data = Path(__file__).parent.parent / "shared" / "data"  # beside the repository, where there is one
+data = Path(__file__).parent.parent / "shared" / "data"  # next to the repository, where there is one
 if data.is_dir():
     os.environ.setdefault("GERMLINE_DATA", str(data))
 

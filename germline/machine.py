@@ -1,4 +1,4 @@
-"""What this machine is and how much memory it has, as far as its system says."""
+"""Facts about this machine: its processor and its memory, as far as its system says."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What a generation tells about the search: the choice of sigma, agreement of directions, steps, gradients, advice."""
+"""Diagnostics of a search: the choice of sigma, agreement of directions, steps, gradients, advice."""
 
 import math
 from collections.abc import Sequence

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from germline.engine.session import Session
 
 CHECK_SIGMA = 0.05  # where the strategy has no sigma yet
-OFFSPRING_COPIES = 6  # arrays of a member's size that exist while it is made: parents, masks, noise
+OFFSPRING_COPIES = 6  # arrays of a member's size that exist while it is built: parents, masks, noise
 SAME_BLOCKS = 4  # ranks up to which samples around a gradient are in the same blocks, and so have the same bits
 FIRST_ORDER = 2  # the numbers of members' orders of the examples begin here
 NO_GENERATION = ADDRESS_LIMIT - 2  # an address of noise that no run reaches
 
 
 class Driver(Protocol):
-    """How generations of one kind of strategy are evaluated."""
+    """A way to evaluate the generations of one kind of strategy."""
 
     records_theta: ClassVar[bool]  # whether a record holds the hash of the weights: a replay computes floats again
 

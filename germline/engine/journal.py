@@ -157,7 +157,7 @@ class Journal:
 
     @property
     def is_committed(self) -> bool:
-        """Whether all records are on disk."""
+        """True if all records are on disk."""
         return not self.connection.in_transaction
 
     def records(self) -> Iterator[Record]:
@@ -165,7 +165,7 @@ class Journal:
         before: bytes = digest(canonical(self.header).encode())
         expected: int | None = None
         with translate_io_errors(self.path):
-            query = "SELECT generation, scores, schedule_values, theta, chain, info, checksum FROM record ORDER BY generation"
+            query = "SELECT * FROM record ORDER BY generation"  # the columns of SCHEMA
             for generation, scores, values, theta, chain, info, checksum in self.connection.execute(query):
                 kinds = (int, bytes, str, str | None, bytes, str, bytes)
                 row = (generation, scores, values, theta, chain, info, checksum)

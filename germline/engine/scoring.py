@@ -1,4 +1,4 @@
-"""How the members of a run are scored: by a plan that is chosen once, checked now and then, and replaced if it fails."""
+"""Scores the members of a run by a plan that is chosen once, checked now and then, and replaced if it fails."""
 
 import math
 import warnings
@@ -194,7 +194,7 @@ class Scorer:
 
     @property
     def can_prefetch(self) -> bool:
-        """Whether a GPU could score the next generation while this process does something else."""
+        """True if a GPU could score the next generation while this process does something else."""
         evaluator = self.evaluators.get(self.plan) if self.plan is not None else None
         return evaluator is not None and any(recording.trusted for recording in evaluator.recordings.values())
 

@@ -44,7 +44,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class UnsharedCandidates(Candidates):
-    """The same members, evaluated as if they had no center in common."""
+    """Candidates that are evaluated as if they had no center in common."""
 
     shared: ClassVar[bool] = False
 

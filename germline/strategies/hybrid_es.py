@@ -7,7 +7,7 @@ Weight decay applies to matrices, not to biases. Variants:
 
     algorithm2   the best sample is applied, and its shifted gradient is carried on to the next step
     assisted     a full gradient in every step, then K samples around it; the step without a shift is one of them
-    fixed        gradients of the first epoch only, then samples around their mean, or around the gradient of the same slot
+    fixed        gradients of the first epoch only, then samples around their mean, or around that of the same slot
     gated        as in the published code, no shift is ever applied: if a sample is better than the weights before the
                  step, the last gradient is applied once more; otherwise only biases take a step
 """

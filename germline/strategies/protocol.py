@@ -1,9 +1,9 @@
 """The strategy protocol: what an algorithm declares, and what it computes.
 
 A strategy is a frozen dataclass of settings that derives from ``Strategy``. Its functions are pure functions of a
-State, a second frozen dataclass. The last axis of a State's arrays is that of the parameters. ``tell`` treats each parameter
-independently: given a State that holds only some columns, it returns the same columns of the next State, which is what
-lets a fleet share out an update. ``openai_es.py`` is the example to read, ``docs/strategies.md`` the guide.
+State, a second frozen dataclass. The last axis of a State's arrays is that of the parameters. ``tell`` treats each
+parameter independently: given a State that holds only some columns, it returns the same columns of the next State,
+which lets a fleet share out an update. ``openai_es.py`` is the example to read, ``docs/strategies.md`` the guide.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What is known of a generation once it has been evaluated; with it alone a State can be advanced.
+    """The result of evaluating a generation; with it alone a State can be advanced.
 
     Attributes:
         generation: The number of the generation.
@@ -43,7 +43,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """What the members of a generation are made of, for fleets whose other processes have to make them, too.
+    """The inputs of a generation's members, for fleets whose other processes have to make them as well.
 
     Attributes:
         strategy: The strategy of the run.
@@ -92,17 +92,17 @@ class Strategy(Protocol[S]):
 
     @property
     def needs_probe(self) -> bool:
-        """Whether the setting ``sigma`` must be chosen by a probe before the first generation."""
+        """True if the setting ``sigma`` must be chosen by a probe before the first generation."""
         return False
 
     @property
     def is_columnwise(self) -> bool:
-        """Whether ``tell`` treats each parameter independently, so that columns can be updated apart."""
+        """True if ``tell`` treats each parameter independently, so that columns can be updated apart."""
         return True
 
     @property
     def is_portable(self) -> bool:
-        """Whether ``tell`` gives the same bits on every kind of device."""
+        """True if ``tell`` gives the same bits on every kind of device."""
         return True
 
     def bind(self, genome: Genome) -> Self:
