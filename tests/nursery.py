@@ -1,14 +1,13 @@
-"""Runs that are there to be killed.
+"""Child processes with runs that the tests kill.
 
-    python nursery.py     reads lines of JSON from standard input, forks a child for each, and answers with its pid and,
-                          when it has ended, its exit status
+    python nursery.py     reads requests as lines of JSON from standard input, forks a child for each, and prints the
+                          child's process id and, once the child has ended, its exit status
 
-Python, torch and the kernels are loaded once; each child is a process of its own that may die at any instant.
+Python, torch and the kernels are loaded once. Each child is a separate process, which may be killed at any instant.
 """
 
 import json
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -18,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from germline import OpenAIES, Recipe, trainer
+from germline import OpenAIES, Recipe
+from germline.engine import loop, opening
+from germline.engine.journal import Journal
+from germline.engine.stopping import Stop
 from germline.fleet import Local
 from germline.genome import Genome, theta_sha256
-from germline.journal import Journal
 from germline.recipes.recipe import seeded
-from germline.stopping import Stop
 from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda
 
 STRATEGIES: dict[str, AnyStrategy] = {
@@ -40,7 +40,8 @@ STRATEGIES: dict[str, AnyStrategy] = {
 }
 
 
-def recipe(strategy: str) -> Recipe:
+def make_recipe(strategy: str) -> Recipe:
+    """Return a small recipe, with one of the strategies by name."""
     x = torch.linspace(-1, 1, 160).reshape(32, 5)
     return Recipe(
         model=seeded(0, lambda: nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))),
@@ -53,12 +54,12 @@ def recipe(strategy: str) -> Recipe:
     )
 
 
-def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> None:
-    """Starts or resumes a run and takes it to its end, or kills itself at the n-th step of writing to disk."""
-    made = recipe(strategy)
+def run_to_end(path: Path, strategy: str, generations: int, dies_at: int | None) -> None:
+    """Start or resume a run and take it to its end, or kill this process at the n-th step of writing to disk."""
+    recipe = make_recipe(strategy)
     steps = 0
 
-    def step(*_: object) -> int:
+    def count_step(*_: object) -> int:
         nonlocal steps
         steps += 1
         if steps == dies_at:
@@ -67,34 +68,34 @@ def live(path: Path, strategy: str, generations: int, dies_at: int | None) -> No
 
     if dies_at is not None:
         fsync = os.fsync
-        os.fsync = lambda handle: (step(), fsync(handle), step())[1]  # type: ignore[assignment]
+        os.fsync = lambda handle: (count_step(), fsync(handle), count_step())[1]  # type: ignore[assignment]
     if path.exists():
-        training = trainer.resume(made, Journal.open(path), Local("cpu"))
+        session = opening.resume(recipe, Journal.open(path), Local("cpu"))
     else:
-        training = trainer.start(made, path, seed=5, fleet=Local("cpu"), about={})
+        session = opening.start(recipe, path, seed=5, fleet=Local("cpu"), about={})
+    journal = session.require_journal()
     if dies_at is not None:
-        training.kept.connection.set_progress_handler(step, 1)  # every operation of SQLite's, commits included
-    trainer.run(training, Stop(generations=generations))
-    training.kept.close()
-    (path / "hash").write_text(theta_sha256(training.core.state.theta))
+        journal.connection.set_progress_handler(count_step, 1)  # every operation of SQLite, commits included
+    loop.run(session, Stop(generations=generations))
+    journal.close()
+    (path / "hash").write_text(theta_sha256(session.state.theta))
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    random.seed(0)
     strategy = STRATEGIES["openai-es"]
-    genome = Genome.from_module(recipe("openai-es").model)
+    genome = Genome.from_module(make_recipe("openai-es").model)
     state = strategy.init(torch.zeros(genome.size))
     field = strategy.field(0, genome)
     strategy.ask(state, field, 0, {"sigma": 0.1}).weights(np.arange(4), 0, genome.size)
     field.members(range(4), 0).weighted_sum([1, 2, 3, 4], (0, genome.size))  # compiles both kernels before any fork
     print("ready", flush=True)
     for line in sys.stdin:
-        task = json.loads(line)
+        request = json.loads(line)
         child = os.fork()
         if child == 0:
             try:
-                live(Path(task["path"]), task["strategy"], task["generations"], task["dies_at"])
+                run_to_end(Path(request["path"]), request["strategy"], request["generations"], request["dies_at"])
             except BaseException as error:
                 print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 os._exit(3)

@@ -1,4 +1,4 @@
-"""Gradients in slices: summed in order, packed for the wire, and only where a loss is a mean over examples."""
+"""Gradients are computed in slices, summed in order and encoded for the wire, where a loss is a mean over examples."""
 
 import math
 import warnings
@@ -12,22 +12,25 @@ import torch.nn.functional as F
 from torch import nn
 
 import germline as gl
-from germline import trainer
-from germline.core import PLAIN
+from germline.engine import opening
+from germline.engine.drivers import Differentiate
+from germline.engine.journal import Journal
+from germline.engine.replay import verify
+from germline.engine.scoring import ONE_BY_ONE
+from germline.engine.session import Session
 from germline.fleet import Local
-from germline.fleet.wire import column_spans, decode_rows, encode_rows, sum_in_order
+from germline.fleet.gradients import column_spans, decode_rows, encode_rows, sum_in_order
 from germline.genome import Genome
-from germline.journal import Journal
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, SlowPath, exact_arithmetic
 from germline.recipes.recipe import Recipe
-from germline.replay import verify
-from germline.strategies.base import Wire
+from germline.strategies import Wire
 
 X = torch.linspace(-1, 1, 400).reshape(80, 5)
 
 
-def recipe(**changes: Any) -> Recipe:
+def make_recipe(**changes: Any) -> Recipe:
+    """Return a small recipe of backprop, with some changes."""
     settings: dict[str, Any] = {
         "model": gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))),
         "data": (X, X[:, :3].argmax(1)),
@@ -39,6 +42,11 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe(**settings | changes)
 
 
+def start(path: Path, recipe: Recipe, workers: int | None = None) -> Session:
+    """Start a run in this process."""
+    return opening.start(recipe, path, seed=1, fleet=Local("cpu", workers), about={})
+
+
 def test_slices_are_added_one_after_the_other() -> None:
     rows = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-3.0, 2)[:, None]
     expected = np.zeros(700, np.float32) + rows[0].numpy()
@@ -48,7 +56,7 @@ def test_slices_are_added_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_what_is_packed_by_columns_is_what_is_packed_whole(wire: Wire) -> None:
+def test_columns_are_encoded_as_they_are_in_whole_rows(wire: Wire) -> None:
     rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(1))
     whole = decode_rows(encode_rows(rows, wire), 1000, wire, torch.float32)
     for low, high in column_spans(1000, 3):
@@ -59,12 +67,12 @@ def test_what_is_packed_by_columns_is_what_is_packed_whole(wire: Wire) -> None:
 
 
 def test_int8_by_hand() -> None:
-    """127 steps to the largest of 256 columns, which is exact; zeros stay zeros."""
+    """The largest of 256 columns is exact and 127 steps from zero; zeros stay zeros."""
     row = torch.zeros(1, 512)
     row[0, :3] = torch.tensor([2.54, -1.0, 0.011])
-    found = decode_rows(encode_rows(row, "int8"), 512, "int8", torch.float32)
-    assert found[0, :3].tolist() == pytest.approx([2.54, -1.0, 0.02], abs=1e-6)
-    assert not found[0, 3:].any()
+    decoded = decode_rows(encode_rows(row, "int8"), 512, "int8", torch.float32)
+    assert decoded[0, :3].tolist() == pytest.approx([2.54, -1.0, 0.02], abs=1e-6)
+    assert not decoded[0, 3:].any()
 
 
 class Normed(nn.Module):
@@ -77,44 +85,46 @@ class Normed(nn.Module):
         return y
 
 
-def plan_of(made: Recipe) -> tuple[int, list[str]]:
-    with warnings.catch_warnings(record=True) as said:
+def choose_slices(recipe: Recipe) -> tuple[int, list[str]]:
+    """Return the number of slices that a run of a recipe would have, and the warnings about it."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        core, _, _, batch = trainer.set_up(made, Local("cpu"), 0)
-        core.prepare(batch)
-    return core.settled.slices, [str(w.message) for w in said if issubclass(w.category, SlowPath)]
+        session = opening.set_up(recipe, Local("cpu"), 0)
+        session.prepare(session.batch(0))
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, SlowPath)]
+    return session.scorer.chosen_plan.slices, messages
 
 
-def test_a_loss_that_is_no_mean_over_examples_is_not_cut() -> None:
-    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def test_a_loss_that_is_no_mean_over_examples_is_not_computed_in_slices() -> None:
+    def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target, reduction="sum")
 
-    assert plan_of(recipe()) == (4, [])
-    for changes in ({"loss": summed}, {"model": gl.seeded(0, Normed)}):
-        slices, said = plan_of(recipe(**changes))
+    assert choose_slices(make_recipe()) == (4, [])
+    for changes in ({"loss": sum_loss}, {"model": gl.seeded(0, Normed)}):
+        slices, messages = choose_slices(make_recipe(**changes))
         assert slices == 1
-        assert "not the mean of the losses of its parts" in said[0]
+        assert "not the mean of the losses of its slices" in messages[0]
 
 
 def test_gradient_descent_in_slices_is_that_of_torch(tmp_path: Path) -> None:
-    made = recipe(strategy=gl.Gradient(lr=0.1, optimizer="sgd", slices=4), generations=20)
-    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+    recipe = make_recipe(strategy=gl.Gradient(lr=0.1, optimizer="sgd", slices=4), generations=20)
+    session = start(tmp_path / "run", recipe)
     model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for g in range(20):
-        training.step()
-        batch = training.batch(g)
+        session.step()
+        batch = session.batch(g)
         assert batch is not None
         optimizer.zero_grad()
         F.cross_entropy(model(*batch.args), batch.target).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert torch.allclose(training.core.state.theta, expected, atol=1e-5)
+    assert torch.allclose(session.state.theta, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
 def test_the_gradient_of_a_recurrent_net_is_that_of_torch(device: str) -> None:
-    """cuDNN has gradients of recurrent layers in training alone; where dropout would act, were it not off."""
+    """cuDNN differentiates recurrent layers in training mode only, in which dropout must be switched off."""
 
     class Last(nn.Module):
         def __init__(self) -> None:
@@ -128,7 +138,7 @@ def test_the_gradient_of_a_recurrent_net_is_that_of_torch(device: str) -> None:
     module = gl.seeded(0, Last)
     genome, x, y = Genome.from_module(module), X.reshape(20, 4, 5), X[:20, :3].argmax(1)
     place = torch.device(device)
-    evaluator = Evaluator.build(module, genome, Objective(F.cross_entropy), place, PLAIN)
+    evaluator = Evaluator.build(module, genome, Objective(F.cross_entropy), place, ONE_BY_ONE)
     with exact_arithmetic(place):
         score, gradient = evaluator.gradient(genome.read(module, place), Batch.from_raw((x, y), place))
     loss = F.cross_entropy(module.eval()(x), y)
@@ -138,15 +148,13 @@ def test_the_gradient_of_a_recurrent_net_is_that_of_torch(device: str) -> None:
     assert not any(part.training for part in evaluator.thread_module().modules())
 
 
-def test_the_gradients_of_a_run_are_described(tmp_path: Path) -> None:
-    training = trainer.start(recipe(), tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
+def test_rows_describe_the_gradients_of_a_run(tmp_path: Path) -> None:
+    session = start(tmp_path / "run", make_recipe())
     gradients = []
     rows = []
     for g in range(3):
-        batch = training.batch(g)
-        assert batch is not None
-        gradients.append(training.core.differentiate(g, batch, {"lr": 0.05}).gradient)
-        rows.append(training.step())
+        gradients.append(Differentiate().differentiate(session, g, session.batch(g), {"lr": 0.05}).gradient)
+        rows.append(session.step())
     a, b = (gradient.double().numpy() for gradient in gradients[1:] if gradient is not None)
     assert rows[2]["gradient_norm"] == pytest.approx(float(np.linalg.norm(b)))
     assert rows[2]["gradient_change"] == pytest.approx(float(np.linalg.norm(b) - np.linalg.norm(a)))
@@ -158,34 +166,33 @@ def test_the_gradients_of_a_run_are_described(tmp_path: Path) -> None:
 @pytest.mark.parametrize("select_on", ["batch", "dev"])
 def test_hybrid_es_learns_and_its_journal_replays(variant: Any, select_on: Any, tmp_path: Path) -> None:
     strategy = gl.HybridES(population=5, variant=variant, lr=0.2, sigma=0.05, epoch=4, select_on=select_on)
-    made = recipe(strategy=strategy, snapshot_every=7, evaluate_every=30)
-    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu"), about={})
-    first = training.step()
-    rows = [training.step() for _ in range(29)]
+    recipe = make_recipe(strategy=strategy, snapshot_every=7, evaluate_every=30)
+    session = start(tmp_path / "run", recipe)
+    first = session.step()
+    rows = [session.step() for _ in range(29)]
     assert rows[-1]["center_loss"] < first["mean"]
-    training.finish("generations")
-    training.kept.close()
-    again = trainer.rebuild(made, Journal.open(tmp_path / "run", read_only=True), Local("cpu"))
-    verify(again)
+    summary = session.finish("generations")
+    session.require_journal().close()
+    again = opening.rebuild(recipe, Journal.open(tmp_path / "run", read_only=True), Local("cpu"))
+    assert verify(again)["theta_sha256"] == summary["theta_sha256"]
 
 
 def test_samples_are_counted(tmp_path: Path) -> None:
-    """Of 6 steps 3 have a gradient, which counts as three passes, and 3 score 4 samples."""
+    """Three of six steps compute a gradient, which counts as three passes, and three score four samples."""
     result = gl.train(
-        recipe().model, (X, X[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=10, generations=6,
+        make_recipe().model, (X, X[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=10, generations=6,
         strategy=gl.HybridES(population=4), run=tmp_path / "run",
     )  # fmt: skip
     assert result.summary["samples"] == 10 * (3 * 3 + 3 * 4)
     assert result.summary["evaluations"] == 3 + 3 * 4
 
 
-def test_a_step_says_where_its_time_went(tmp_path: Path) -> None:
-    made = recipe(strategy=gl.HybridES(population=5), evaluate_every=30)
-    training = trainer.start(made, tmp_path / "run", seed=1, fleet=Local("cpu", workers=1), about={})
-    full, shifted = training.step(), training.step()
+def test_a_row_says_how_long_the_parts_of_a_step_took(tmp_path: Path) -> None:
+    session = start(tmp_path / "run", make_recipe(strategy=gl.HybridES(population=5), evaluate_every=30), workers=1)
+    full, shifted = session.step(), session.step()
     parts = ("forward_seconds", "backward_seconds", "noise_seconds", "update_seconds")
     assert [part in full for part in parts] == [True, True, False, True]
     assert [part in shifted for part in parts] == [True, False, True, True]
     for row in (full, shifted):
         assert 0 < sum(row.get(part, 0.0) for part in parts) <= row["seconds"]
-    training.kept.close()
+    session.require_journal().close()

@@ -1,4 +1,4 @@
-"""A run that is killed at any instant and resumed ends as if nothing had happened."""
+"""A run that is killed at any instant and resumed ends like an undisturbed run."""
 
 import json
 import os
@@ -14,21 +14,30 @@ from typing import IO
 
 import pytest
 
+from germline.engine.journal import Journal
+from germline.engine.opening import rebuild
+from germline.engine.replay import verify
+from germline.fleet import Local
+from tests.nursery import make_recipe
+
 GENERATIONS = 40
+SNAPSHOTS = [0, 7, 14, 21, 28, 35, 40]  # every 7 generations, and at the end
 KILLS = {"openai-es": 50, "auto": 20, "gradient": 20} | dict.fromkeys(
     ("hybrid-es", "pesgd", "snes", "mu-lambda", "ga", "pso"), 10
 )
 
 
 class Nursery:
-    def __init__(self, process: subprocess.Popen[str], commands: IO[str], answers: IO[str]) -> None:
-        self.process, self.commands, self.answers = process, commands, answers
+    """The process of ``nursery.py``, which forks a child for each run."""
 
-    def live(self, path: Path, strategy: str, dies_at: int | None = None, killed_after: float | None = None) -> int:
-        """One life of a run; the exit status, negative for a signal."""
-        task = {"path": str(path), "strategy": strategy, "generations": GENERATIONS, "dies_at": dies_at}
-        self.commands.write(json.dumps(task) + "\n")
-        self.commands.flush()
+    def __init__(self, process: subprocess.Popen[str], requests: IO[str], answers: IO[str]) -> None:
+        self.process, self.requests, self.answers = process, requests, answers
+
+    def run(self, path: Path, strategy: str, dies_at: int | None = None, killed_after: float | None = None) -> int:
+        """Start or resume a run in a child; return the child's exit status, negative for a signal."""
+        request = {"path": str(path), "strategy": strategy, "generations": GENERATIONS, "dies_at": dies_at}
+        self.requests.write(json.dumps(request) + "\n")
+        self.requests.flush()
         child = int(self.answers.readline())
         if killed_after is not None:
             time.sleep(killed_after)
@@ -50,14 +59,36 @@ def nursery() -> Iterator[Nursery]:
         process.stdin.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def check_files(path: Path) -> None:
+    """Check that a finished run holds whole files alone; a kill may have cost a snapshot, and left its partial file."""
+    assert sorted(file.name for file in path.iterdir()) == ["hash", "journal.sqlite", "model.safetensors", "snapshots"]
+    files = list((path / "snapshots").iterdir())
+    whole = {int(file.stem) for file in files if file.suffix == ".safetensors"}
+    partial = {int(file.stem) for file in files if file.suffix == ".partial"}
+    assert len(whole) + len(partial) == len(files)
+    assert {SNAPSHOTS[0], SNAPSHOTS[-1]} <= whole <= set(SNAPSHOTS)
+    assert partial <= set(SNAPSHOTS) - whole  # a partial file becomes the snapshot, so that there are never both
+
+
+def check_replay(path: Path, strategy: str, expected: str) -> None:
+    """Check that the journal of a finished run replays to its weights and to all its snapshots."""
+    journal = Journal.open(path)
+    try:
+        snapshots = journal.snapshots()
+        outcome = verify(rebuild(make_recipe(strategy), journal, Local("cpu")))
+    finally:
+        journal.close()
+    assert outcome == {"generations": GENERATIONS, "snapshots": len(snapshots), "theta_sha256": expected}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 @pytest.mark.parametrize("strategy", KILLS)
-def test_killed_and_resumed_runs_end_with_the_hash_of_an_undisturbed_one(
+def test_killed_and_resumed_runs_end_with_the_hash_of_an_undisturbed_run(
     nursery: Nursery, strategy: str, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
-    assert nursery.live(tmp_path / "undisturbed", strategy) == 0
-    lifetime = time.monotonic() - began
+    started = time.monotonic()
+    assert nursery.run(tmp_path / "undisturbed", strategy) == 0
+    lifetime = time.monotonic() - started
     expected = (tmp_path / "undisturbed" / "hash").read_text()
     chance = random.Random(strategy)
     kills, runs = 0, 0
@@ -66,13 +97,14 @@ def test_killed_and_resumed_runs_end_with_the_hash_of_an_undisturbed_one(
         path = tmp_path / f"run{runs}"
         for _ in range(6):
             if chance.random() < 0.5:
-                status = nursery.live(path, strategy, dies_at=int(10 ** chance.uniform(0, 3.5)))
+                status = nursery.run(path, strategy, dies_at=int(10 ** chance.uniform(0, 3.5)))
             else:
-                status = nursery.live(path, strategy, killed_after=chance.random() * lifetime)
+                status = nursery.run(path, strategy, killed_after=chance.random() * lifetime)
             assert status in (0, -signal.SIGKILL)
             kills += status != 0
             if status == 0:
                 break
-        assert nursery.live(path, strategy) == 0
+        assert nursery.run(path, strategy) == 0
         assert (path / "hash").read_text() == expected
-    assert not list(tmp_path.glob("run*/snapshots/*.partial")) or runs > 1
+        check_files(path)
+    check_replay(path, strategy, expected)

@@ -1,4 +1,4 @@
-"""For a run of every strategy it matters neither how often it was stopped nor on how many threads it ran."""
+"""The result of a run depends neither on how often it was stopped nor on how many threads it ran on."""
 
 from pathlib import Path
 from typing import Any
@@ -10,64 +10,67 @@ import torch.nn.functional as F
 from torch import nn
 
 import germline as gl
-from germline import trainer
+from germline.engine import loop, opening
+from germline.engine.journal import Journal
+from germline.engine.replay import replay, verify
+from germline.engine.stopping import Stop
 from germline.fleet import Local
 from germline.genome import Genome, theta_sha256
-from germline.journal import Journal
-from germline.replay import reopen, replay, verify
-from germline.stopping import Stop
 from germline.strategies import AnyStrategy, GenerationResult, HybridES
-from tests.nursery import STRATEGIES, recipe
+from tests.nursery import STRATEGIES, make_recipe
 from tests.test_strategies import EXAMPLES
 
+EVOLVING = [name for name, strategy in STRATEGIES.items() if strategy.kind == "evolve"]
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+every_evolving_strategy = pytest.mark.parametrize("name", EVOLVING)
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def train(name: str, path: Path, generations: int, workers: int = 1, *, resume: bool = False, on: str = "cpu") -> str:
-    fleet = Local(on, workers)
-    made = recipe(name)
-    training = (
-        trainer.resume(made, Journal.open(path), fleet)
-        if resume
-        else trainer.start(made, path, seed=5, fleet=fleet, about={})
-    )
-    trainer.run(training, Stop(generations=generations))
-    training.kept.close()
-    return theta_sha256(training.core.state.theta)
+def train(
+    name: str, path: Path, generations: int, workers: int = 1, *, resume: bool = False, device: str = "cpu"
+) -> str:
+    """Start or resume a run; return the hash of its weights after some generations."""
+    fleet, recipe = Local(device, workers), make_recipe(name)
+    if resume:
+        session = opening.resume(recipe, Journal.open(path), fleet)
+    else:
+        session = opening.start(recipe, path, seed=5, fleet=fleet, about={})
+    loop.run(session, Stop(generations=generations))
+    session.require_journal().close()
+    return theta_sha256(session.state.theta)
 
 
 @every_device
 @every_strategy
 def test_a_resumed_run_equals_a_straight_one_on_any_number_of_threads(name: str, device: str, tmp_path: Path) -> None:
-    straight = train(name, tmp_path / "straight", 17, on=device)
-    train(name, tmp_path / "stopped", 9, workers=2, on=device)
-    assert train(name, tmp_path / "stopped", 17, workers=3, resume=True, on=device) == straight
+    straight = train(name, tmp_path / "straight", 17, device=device)
+    train(name, tmp_path / "stopped", 9, workers=2, device=device)
+    assert train(name, tmp_path / "stopped", 17, workers=3, resume=True, device=device) == straight
 
 
 @every_device
 @pytest.mark.parametrize("other", DEVICES)
-@pytest.mark.parametrize("name", [name for name, cls in STRATEGIES.items() if not cls.needs_gradient])
+@every_evolving_strategy
 def test_a_journal_replays_on_any_device(name: str, device: str, other: str, tmp_path: Path) -> None:
-    written = train(name, tmp_path / "run", 9, on=device)
+    written = train(name, tmp_path / "run", 9, device=device)
     for snapshot in sorted((tmp_path / "run" / "snapshots").iterdir())[1:]:
         snapshot.unlink()  # so that every record is folded
-    assert train(name, tmp_path / "run", 9, resume=True, on=other) == written
+    assert train(name, tmp_path / "run", 9, resume=True, device=other) == written
 
 
 @every_device
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if not STRATEGIES[name].needs_gradient])
-def test_a_journal_alone_gives_every_state_again(name: str, device: str, tmp_path: Path) -> None:
-    expected = train(name, tmp_path / "run", 17, on=device)  # replayed on the CPU
-    assert verify(reopen(Journal.open(tmp_path / "run", read_only=True)))["theta_sha256"] == expected
-    again = reopen(Journal.open(tmp_path / "run", read_only=True))
-    replay(again, 12)
-    assert again.core.state.theta.shape == (Genome.from_module(recipe(name).model).size,)
+@every_evolving_strategy
+def test_any_state_can_be_made_from_the_journal_alone(name: str, device: str, tmp_path: Path) -> None:
+    expected = train(name, tmp_path / "run", 17, device=device)  # replayed on the CPU
+    assert verify(opening.open_for_replay(Journal.open(tmp_path / "run", read_only=True)))["theta_sha256"] == expected
+    session = opening.open_for_replay(Journal.open(tmp_path / "run", read_only=True))
+    replay(session, 12)
+    assert theta_sha256(session.state.theta) == train(name, tmp_path / "shorter", 12, device=device)
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name not in ("gradient", "auto", "pesgd")])
-def test_a_search_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
+def test_a_search_continues_from_its_saved_state(name: str, tmp_path: Path) -> None:
     x = torch.linspace(-1, 1, 160).reshape(32, 5)
     y = x[:, :3].argmax(1)
 
@@ -93,12 +96,12 @@ def test_schedules_that_are_functions_are_not_needed_for_a_replay(tmp_path: Path
     result = gl.train(
         nn.Linear(5, 2), (x, x[:, :2]), loss=F.mse_loss, strategy=swarm, generations=5, run=tmp_path / "a"
     )
-    again = verify(reopen(Journal.open(tmp_path / "a", read_only=True)))
-    assert again["theta_sha256"] == result.summary["theta_sha256"]
+    outcome = verify(opening.open_for_replay(Journal.open(tmp_path / "a", read_only=True)))
+    assert outcome["theta_sha256"] == result.summary["theta_sha256"]
 
 
 class Counts(nn.Module):
-    """What it computes depends on how often it has run."""
+    """A module whose output depends on how often it has run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,18 +114,19 @@ class Counts(nn.Module):
         return self.layer(x) + 0.1 * self.count
 
 
-def test_looking_at_a_run_does_not_change_it(tmp_path: Path) -> None:
+def test_measuring_a_run_does_not_change_it(tmp_path: Path) -> None:
     x = torch.linspace(-1, 1, 160).reshape(32, 5)
-    found = []
+    hashes = []
     for every in (1, 1000):
         torch.manual_seed(0)
         es = gl.OpenAIES(population=8)
         settings: dict[str, Any] = {"loss": F.mse_loss, "strategy": es, "generations": 6, "evaluate_every": every}
-        found.append(gl.train(Counts(), (x, x[:, :2]), run=tmp_path / str(every), **settings).summary["theta_sha256"])
-    assert found[0] == found[1]
+        result = gl.train(Counts(), (x, x[:, :2]), run=tmp_path / str(every), **settings)
+        hashes.append(result.summary["theta_sha256"])
+    assert hashes[0] == hashes[1]
 
 
-# theta after ten generations with given scores: the same bits on every machine, now and later
+# the hash of theta after ten generations with fixed scores: the same bits on every machine, now and later
 GOLDEN = {
     "openai-es": "24acb814dd713bd7",
     "openai-es, zscore, momentum, decay": "927125003bfbf3cd",
@@ -151,7 +155,8 @@ GOLDEN = {
 }
 
 
-def folded(strategy: AnyStrategy, device: str) -> str:
+def hash_after_ten_generations(strategy: AnyStrategy, device: str) -> str:
+    """Return the hash of theta after ten generations, whose scores and gradients are fixed."""
     genome, rng = Genome.from_module(nn.Linear(19, 1)), np.random.default_rng(1)
     field, state = strategy.field(3, genome), strategy.init(torch.linspace(-1, 1, genome.size).to(device))
     for generation in range(10):
@@ -161,32 +166,33 @@ def folded(strategy: AnyStrategy, device: str) -> str:
             count += strategy.reference_candidates(state, field, generation, values) is not None
         scores = (rng.integers(-50, 50, count) / 8).astype(np.float32)
         gradient = torch.from_numpy(rng.integers(-50, 50, genome.size).astype(np.float32)) / 8
-        told = GenerationResult(generation, scores, values, gradient.to(device) if strategy.needs_gradient else None)
-        state = strategy.tell(state, told, field, maximize=False)
+        has_gradient = strategy.kind != "evolve"
+        result = GenerationResult(generation, scores, values, gradient.to(device) if has_gradient else None)
+        state = strategy.tell(state, result, field, maximize=False)
     return theta_sha256(state.theta)[:16]
 
 
-OWN = [name for name in EXAMPLES if "torch" not in name]  # torch's optimizers promise no bits
+EXACT = [name for name in EXAMPLES if "torch" not in name]  # torch's optimizers promise no bits
 
 
 @every_device
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", EXACT)
 def test_golden_trajectories(name: str, device: str) -> None:
-    assert folded(EXAMPLES[name], device) == GOLDEN[name]
+    assert hash_after_ten_generations(EXAMPLES[name], device) == GOLDEN[name]
 
 
 def test_every_example_has_a_golden_trajectory() -> None:
-    assert set(GOLDEN) == set(OWN)
+    assert set(GOLDEN) == set(EXACT)
 
 
-def test_a_long_run_is_kept_in_the_journal_and_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("germline.run.REMEMBERED", 40)
-    monkeypatch.setattr("germline.run.LATE", 10)
+def test_a_long_history_is_on_disk_and_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("germline.engine.session.REMEMBERED", 40)
+    monkeypatch.setattr("germline.engine.session.RECENT", 10)
     net, x = torch.nn.Linear(2, 1), torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
-    kept: list[int] = []
+    lengths: list[int] = []
     result = gl.train(
         net, (x, x[:, :1]), loss=torch.nn.functional.mse_loss, strategy=gl.OpenAIES(population=4), generations=300,
-        run=tmp_path / "run", callbacks=[lambda training, row: kept.append(len(training.history))],
+        run=tmp_path / "run", callbacks=[lambda session, row: lengths.append(len(session.history))],
     )  # fmt: skip
-    assert max(kept) <= 40
+    assert max(lengths) <= 40
     assert [row["generation"] for row in result.history] == list(range(300))
