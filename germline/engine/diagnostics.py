@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline.clock import clock
 from germline.engine.history import Row
@@ -57,7 +58,7 @@ def diagnose_step(session: "Session", result: GenerationResult, before: Any) -> 
     strategy = session.strategy
     numbers = {"step": float((session.state.theta - before.theta).double().norm())}
     candidates = strategy.ask(before, session.noise, result.generation, result.values)
-    if isinstance(candidates.sigma, torch.Tensor):
+    if isinstance(candidates.sigma, Tensor):
         numbers["sigma"] = float(candidates.sigma.double().mean())
     if strategy.kind == "train_members" and len(session.state.members) > 1:
         numbers["diversity"] = float(torch.pdist(before.members.double()).mean())
@@ -68,7 +69,7 @@ def diagnose_step(session: "Session", result: GenerationResult, before: Any) -> 
     return numbers
 
 
-def compare_gradients(gradient: torch.Tensor, before: torch.Tensor | None) -> dict[str, float]:
+def compare_gradients(gradient: Tensor, before: Tensor | None) -> dict[str, float]:
     """Return the length of a gradient and, compared with the one before, how it changed and the angle between them."""
     length = float(gradient.double().norm())
     if before is None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from germline.engine.scoring import ONE_BY_ONE
 from germline.errors import BadInput
@@ -50,7 +50,7 @@ class Driver(Protocol):
 
     records_theta: ClassVar[bool]  # whether a record holds the hash of the weights: a replay computes floats again
 
-    def init(self, session: "Session", theta: torch.Tensor) -> Any:
+    def init(self, session: "Session", theta: Tensor) -> Any:
         """Return the State before the first generation."""
         return session.strategy.init(theta)
 
@@ -196,7 +196,7 @@ class TrainMembers(Driver):
 
     records_theta: ClassVar[bool] = True
 
-    def init(self, session: "Session", theta: torch.Tensor) -> Any:
+    def init(self, session: "Session", theta: Tensor) -> Any:
         strategy = member_strategy(session)
         if session.scorer.module is None:
             return strategy.init(theta)
@@ -236,12 +236,12 @@ class TrainMembers(Driver):
 
     def make_trainer(
         self, session: "Session", generation: int, values: Mapping[str, float]
-    ) -> Callable[[int, torch.Tensor, Moments], TrainedMember]:
+    ) -> Callable[[int, Tensor, Moments], TrainedMember]:
         """Return the function that trains a member, given by number, weights and moments, and then scores it."""
         strategy, share = member_strategy(session), self._share(session)
         evaluator, maximize = session.scorer.gradient_evaluator, session.scorer.objective.maximize
 
-        def train(member: int, theta: torch.Tensor, moments: Moments) -> TrainedMember:
+        def train(member: int, theta: Tensor, moments: Moments) -> TrainedMember:
             for batch in self.member_batches(session, generation, member):
                 gradient = share.gradient(evaluator, theta, batch)
                 theta, moments = strategy.step(theta, -gradient if maximize else gradient, moments, values)
@@ -261,7 +261,7 @@ class TrainMembers(Driver):
         batches = require_batches(session)
         return member_strategy(session).epochs * max(1, batches.data.length // batches.batch_size)
 
-    def score_member(self, session: "Session", theta: torch.Tensor) -> float:
+    def score_member(self, session: "Session", theta: Tensor) -> float:
         """Return a member's score on all of dev, or on the training set where there is no dev."""
         data, evaluator = session.splits.get("dev", session.splits["train"]), session.scorer.gradient_evaluator
         with torch.no_grad():
@@ -284,9 +284,9 @@ class FirstMembers:
     """Makes the weights of the first members of a session."""
 
     session: "Session"
-    theta: torch.Tensor
+    theta: Tensor
 
-    def reset(self, member: int) -> torch.Tensor:
+    def reset(self, member: int) -> Tensor:
         """Return new initial weights, as the module's layers draw them, by a seed of the member's own."""
         scorer = self.session.scorer
         seed = int(Field(self.session.seed).below(1 << 32, 1, member, Stream.INITIAL)[0])
@@ -297,7 +297,7 @@ class FirstMembers:
                     reset()
         return scorer.genome.read(module, scorer.device)
 
-    def perturb(self, members: NDArray[np.int64], sigma: float) -> torch.Tensor:
+    def perturb(self, members: NDArray[np.int64], sigma: float) -> Tensor:
         """Return the weights with noise added, at an address that no generation has."""
         noise = self.session.noise.members(members, ADDRESS_LIMIT - 1, self.session.scorer.device)
         return noise.perturb(self.theta, sigma)

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from germline.engine.journal import write_atomically
 from germline.genome import Genome
@@ -13,7 +12,7 @@ def export_model(model: nn.Module, file: Path) -> None:
     """Write a model's state_dict, with tied weights once, as safetensors."""
     from safetensors.torch import save
 
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tuple(tensor.shape))
@@ -24,7 +23,7 @@ def export_model(model: nn.Module, file: Path) -> None:
     write_atomically(file, save(tensors))
 
 
-def export_theta(genome: Genome, theta: torch.Tensor, file: Path) -> None:
+def export_theta(genome: Genome, theta: Tensor, file: Path) -> None:
     """Write the trainable parameters by name, with tied ones once, as safetensors."""
     from safetensors.torch import save
 

@@ -17,14 +17,7 @@ from germline.engine.opening import rebuild_from_header
 from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet.cluster.elastic import decode_member, encode_member
-from germline.fleet.cluster.messages import (
-    Head,
-    Message,
-    checksum,
-    decode_batch,
-    decode_tensors,
-    plain_items,
-)
+from germline.fleet.cluster.messages import Head, Message, checksum, decode_batch, decode_tensors, plain_items
 from germline.fleet.gradients import encode_rows
 from germline.fleet.local import Local
 from germline.fleet.protocol import TrainedMember

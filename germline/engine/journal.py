@@ -21,6 +21,7 @@ from urllib.parse import quote
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline import noise
 from germline.errors import BadInput, MachineError
@@ -255,7 +256,7 @@ class Journal:
         return 0, self.load(template, 0, device)
 
 
-def content_sha256(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+def content_sha256(tree: Any, tensors: Mapping[str, Tensor]) -> str:
     """Return the hash of a packed State."""
     parts = [canonical(tree)] + [f"{name} {theta_sha256(tensors[name])}" for name in sorted(tensors)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

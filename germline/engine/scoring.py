@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from germline.errors import BadInput, FleetLostError
 from germline.fleet.gradients import average_scores
@@ -122,7 +122,7 @@ class Scorer:
             warnings.warn(message, SlowPath, stacklevel=2)
         return choice.plan
 
-    def slice_gradients(self, plan: Plan, slices: int, theta: torch.Tensor, batch: Batch | None) -> Plan:
+    def slice_gradients(self, plan: Plan, slices: int, theta: Tensor, batch: Batch | None) -> Plan:
         """Return a plan with the number of slices of a gradient: one, if a score is not the mean of its slices'."""
         parts = batch.split(slices) if batch is not None else []
         if len(parts) < 2:
@@ -139,12 +139,7 @@ class Scorer:
         return plan
 
     def score(
-        self,
-        fleet: Fleet,
-        strategy: AnyStrategy,
-        candidates: Candidates,
-        batch: Batch | None,
-        inputs: GenerationInputs,
+        self, fleet: Fleet, strategy: AnyStrategy, candidates: Candidates, batch: Batch | None, inputs: GenerationInputs
     ) -> Scores:
         """Return the scores of all members; if the plan of the run fails, adopt a slower one with a warning."""
         evaluator, generation, plan = self.evaluator, int(candidates.generation), self.chosen_plan
@@ -219,7 +214,7 @@ class PrefetchedScores:
     generation: int
     batch: Batch
     values: Mapping[str, float]
-    scores: torch.Tensor
+    scores: Tensor
 
     def fits(
         self, strategy: AnyStrategy, state: Any, generation: int, batch: Batch | None, values: Mapping[str, float]

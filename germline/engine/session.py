@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from germline.clock import clock
 from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
@@ -82,7 +82,7 @@ class Session:
     given_batch: Batch | None = None  # the batch of the caller, where there is no data set
     update: Update | None = None  # how the fleet shares out updates; see ``share_update``
     member_share: MemberShare | None = None  # which members train here
-    last_gradient: torch.Tensor | None = None  # for comparison with the next one
+    last_gradient: Tensor | None = None  # for comparison with the next one
     prefetched_batch: Batch | None = None  # the batch of the next generation, if a GPU has started with it
     unrecorded_seconds: float = 0.0  # of writing the last generation, which the next record counts
     last_commit: float = 0.0  # when records were last written to disk
@@ -128,7 +128,7 @@ class Session:
         session.state = session.driver.init(session, session.read_theta())
         return session
 
-    def read_theta(self) -> torch.Tensor:
+    def read_theta(self) -> Tensor:
         """Return the initial weights: those of the module, or zeros where there is none."""
         scorer = self.scorer
         if scorer.module is None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.noise import Field, Sigma
 from germline.strategies.state import slice_columns
 
-MakeWeights = Callable[[NDArray[np.int64], int, int], torch.Tensor]  # parameters low to high of some members
+MakeWeights = Callable[[NDArray[np.int64], int, int], Tensor]  # parameters low to high of some members
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,14 @@ class Candidates:
     shared: ClassVar[bool] = True  # whether all members have one center, which layers can make use of
 
     field: Field
-    generation: int | torch.Tensor
-    center: torch.Tensor
+    generation: int | Tensor
+    center: Tensor
     sigma: Sigma
 
-    def weights(
-        self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def weights(self, members: NDArray[np.int64], start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Return the parameters start:stop of some members: (members, parameters)."""
         noise = self.field.members(members, self.generation, self.center.device)
-        sigma = self.sigma[start:stop] if isinstance(self.sigma, torch.Tensor) else self.sigma
+        sigma = self.sigma[start:stop] if isinstance(self.sigma, Tensor) else self.sigma
         return noise.perturb(self.center[start:stop], sigma, start=start, out=out)
 
 
@@ -57,20 +55,18 @@ class Offspring(Candidates):
 
     make: MakeWeights = dataclasses.field(kw_only=True)
 
-    def weights(
-        self, members: NDArray[np.int64], start: int, stop: int, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def weights(self, members: NDArray[np.int64], start: int, stop: int, out: Tensor | None = None) -> Tensor:
         """Return the parameters start:stop of some members: (members, parameters)."""
         weights = self.make(members, start, stop)
         return weights if out is None else out.copy_(weights)
 
 
 def describe_offspring(
-    state: Any, field: Field, generation: int, members: Callable[[Any, NDArray[np.int64], int], torch.Tensor]
+    state: Any, field: Field, generation: int, members: Callable[[Any, NDArray[np.int64], int], Tensor]
 ) -> Offspring:
     """Describe members that are made by a function of (a State cut to some columns, members, the first column)."""
 
-    def make(some: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
+    def make(some: NDArray[np.int64], low: int, high: int) -> Tensor:
         return members(slice_columns(state, low, high), some, low)
 
     return Offspring(field, generation, state.theta, 0.0, make=make)

@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -31,11 +32,11 @@ from germline.strategies.settings import check_choice, check_rate, low_rank_fiel
 
 @dataclass(frozen=True)
 class State:
-    parents: torch.Tensor  # (parents, M), the best first; one row before the first generation
+    parents: Tensor  # (parents, M), the best first; one row before the first generation
     size: int  # M, the number of all parameters, whatever columns this State holds
 
     @property
-    def theta(self) -> torch.Tensor:
+    def theta(self) -> Tensor:
         return self.parents[0]
 
 
@@ -86,7 +87,7 @@ class GA(Strategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return low_rank_field(seed, genome, self.noise, self.rank, self.ranks)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         return State(theta[None], theta.numel())
 
     def values(self, state: State, generation: int) -> dict[str, float]:
@@ -95,14 +96,14 @@ class GA(Strategy[State]):
         return {"sigma": sigma}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
+        def members(some: State, members: NDArray[np.int64], start: int) -> Tensor:
             return self.members(some, field, generation, values["sigma"], members, start)
 
         return describe_offspring(state, field, generation, members)
 
     def members(
         self, state: State, field: Field, generation: int, sigma: float, members: NDArray[np.int64], start: int
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return some members of a generation, elites first, in the columns that the State holds."""
         parents, device = state.parents, state.parents.device
         contestants = self.contestants if self.selection == "tournament" else 1
@@ -119,9 +120,7 @@ class GA(Strategy[State]):
             child[as_tensor(unchanged, device)] = parents[as_tensor(members[unchanged], device)]
         return child
 
-    def cross(
-        self, first: torch.Tensor, second: torch.Tensor, noise: Noise, span: tuple[int, int], size: int
-    ) -> torch.Tensor:
+    def cross(self, first: Tensor, second: Tensor, noise: Noise, span: tuple[int, int], size: int) -> Tensor:
         """Return the children of pairs of parents, before mutation."""
         if self.crossover == "uniform":
             return torch.where(noise.bits(span, Stream.CROSSOVER), first, second)

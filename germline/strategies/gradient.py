@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from germline.noise import Field
 from germline.optim.optimizers import Moments
@@ -24,7 +25,7 @@ from germline.strategies.settings import (
 
 @dataclass(frozen=True)
 class State:
-    theta: torch.Tensor
+    theta: Tensor
     moments: Moments
 
 
@@ -68,7 +69,7 @@ class Gradient(GradientStrategy[State]):
     def samples(self, generation: int) -> bool:
         return False
 
-    def with_gradient(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
+    def with_gradient(self, state: State, gradient: Tensor, generation: int, *, maximize: bool) -> State:
         return state
 
     def reference_candidates(
@@ -76,10 +77,10 @@ class Gradient(GradientStrategy[State]):
     ) -> Candidates | None:
         return None
 
-    def direction(self, state: State) -> torch.Tensor | None:
+    def direction(self, state: State) -> Tensor | None:
         return None
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         return State(theta, build_optimizer(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -35,9 +36,9 @@ Base = Literal["last", "slot", "mean"]
 
 @dataclass(frozen=True)
 class State:
-    theta: torch.Tensor
-    direction: torch.Tensor  # the gradient that is shifted; under algorithm2 it includes the shifts applied so far
-    cache: torch.Tensor  # (slots, parameters): the gradients of an epoch, their mean, or no row
+    theta: Tensor
+    direction: Tensor  # the gradient that is shifted; under algorithm2 it includes the shifts applied so far
+    cache: Tensor  # (slots, parameters): the gradients of an epoch, their mean, or no row
     scale: float = 1.0  # the factor of sigma, where it adapts
 
 
@@ -124,7 +125,7 @@ class HybridES(GradientStrategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed, self.noise, mirrored=False)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         slots = {"last": 0, "mean": 1, "slot": self.epoch}[self.base]
         return State(theta, torch.zeros_like(theta), theta.new_zeros(slots, theta.numel()))
 
@@ -149,7 +150,7 @@ class HybridES(GradientStrategy[State]):
         known = {} if self.sigma == "auto" else {"sigma": self.sigma / self.examples * state.scale}
         return {"lr": rate} | known
 
-    def with_gradient(self, state: State, gradient: torch.Tensor, generation: int, *, maximize: bool) -> State:
+    def with_gradient(self, state: State, gradient: Tensor, generation: int, *, maximize: bool) -> State:
         """Return the State that includes a new gradient, before any step."""
         gradient = -gradient if maximize else gradient
         if self.base == "last":
@@ -161,10 +162,10 @@ class HybridES(GradientStrategy[State]):
             cache[0] += gradient * round_to(1 / self.epoch, cache.dtype)
         return replace(state, direction=gradient, cache=cache)
 
-    def direction(self, state: State) -> torch.Tensor:
+    def direction(self, state: State) -> Tensor:
         return state.direction
 
-    def base_gradient(self, state: State, generation: int) -> torch.Tensor:
+    def base_gradient(self, state: State, generation: int) -> Tensor:
         """Return the gradient of a step, before any shift."""
         if self.differentiates(generation) or self.base == "last":
             return state.direction
@@ -220,9 +221,7 @@ class HybridES(GradientStrategy[State]):
         carried = shifted if self.variant == "algorithm2" and self.base == "last" else state.direction
         return replace(state, theta=theta, direction=carried, scale=scale)
 
-    def plain_step(
-        self, theta: torch.Tensor, direction: torch.Tensor, values: Mapping[str, float], start: int
-    ) -> torch.Tensor:
+    def plain_step(self, theta: Tensor, direction: Tensor, values: Mapping[str, float], start: int) -> Tensor:
         """Return theta after a step without a shift."""
         moved = theta - direction * round_to(self.rate(direction, values), theta.dtype)
         if not self.weight_decay:
@@ -230,12 +229,12 @@ class HybridES(GradientStrategy[State]):
         decay = theta * round_to(values["lr"] * self.weight_decay, theta.dtype)
         return moved - decay.masked_fill(self.mark_biases(theta, start), 0.0)
 
-    def rate(self, direction: torch.Tensor, values: Mapping[str, float]) -> float:
+    def rate(self, direction: Tensor, values: Mapping[str, float]) -> float:
         """Return the learning rate, divided by the length of the gradient where gradients are normalized."""
         length = math.sqrt(sum_of_squares(direction)) if self.normalize else 1.0
         return values["lr"] / length if length else 0.0
 
-    def spread(self, state: State, direction: torch.Tensor, values: Mapping[str, float]) -> float:
+    def spread(self, state: State, direction: Tensor, values: Mapping[str, float]) -> float:
         """Return the standard deviation of the shifts of a gradient of the mean loss."""
         if self.sigma != "auto":
             return values["sigma"]
@@ -243,9 +242,7 @@ class HybridES(GradientStrategy[State]):
         variance = max(0.0, sum_of_squares(direction) / direction.numel() - mean * mean)
         return round_to(math.sqrt(variance), torch.float32) * state.scale
 
-    def mask_sigma(
-        self, sigma: float, field: Field, generation: int, theta: torch.Tensor, start: int
-    ) -> float | torch.Tensor:
+    def mask_sigma(self, sigma: float, field: Field, generation: int, theta: Tensor, start: int) -> float | Tensor:
         """Return sigma for each parameter, where only some are shifted."""
         if self.fraction == 1:
             return sigma
@@ -253,16 +250,16 @@ class HybridES(GradientStrategy[State]):
         halves = drawn.halves((start, start + theta.numel()), Stream.COEFFICIENT)[0]
         return (halves < round(self.fraction * 65536)).to(theta.dtype) * round_to(sigma, theta.dtype)
 
-    def shift_array(self, array: torch.Tensor, noise: Noise, sigma: float | torch.Tensor, start: int) -> torch.Tensor:
+    def shift_array(self, array: Tensor, noise: Noise, sigma: float | Tensor, start: int) -> Tensor:
         """Return an array shifted by the noise of one sample, or by the mean noise of several."""
         count = noise.addresses.size
         if count == 1:
             return noise.perturb(array.contiguous(), sigma, start=start)[0]
         total = noise.weighted_sum(np.ones(count, np.int64), (start, start + array.numel()), array.dtype)
-        scale = sigma / count if isinstance(sigma, torch.Tensor) else round_to(sigma / count, array.dtype)
+        scale = sigma / count if isinstance(sigma, Tensor) else round_to(sigma / count, array.dtype)
         return array + total * scale
 
-    def mark_biases(self, theta: torch.Tensor, start: int) -> torch.Tensor:
+    def mark_biases(self, theta: Tensor, start: int) -> Tensor:
         """Return which of the columns belong to no matrix."""
         is_bias = torch.zeros_like(theta, dtype=torch.bool)
         for low, high in self.vectors or ():
@@ -274,6 +271,6 @@ class HybridES(GradientStrategy[State]):
         return scale * (self.adapt if share > 0.2 else 1 / self.adapt)
 
 
-def sum_of_squares(array: torch.Tensor) -> float:
+def sum_of_squares(array: Tensor) -> float:
     """Return the sum of the squares of an array, in float64."""
     return float((array.double() ** 2).sum())

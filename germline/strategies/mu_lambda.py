@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -34,13 +35,13 @@ HALVES = 16  # 16-bit halves whose bits are summed to one nearly normal number: 
 
 @dataclass(frozen=True)
 class State:
-    parents: torch.Tensor  # (mu, M), the best first; one row before the first generation
+    parents: Tensor  # (mu, M), the best first; one row before the first generation
     sigmas: tuple[float, ...]  # of each parent
     scores: tuple[float, ...]  # of each parent when it was last scored; larger is better
     size: int  # M, the number of all parameters, whatever columns this State holds
 
     @property
-    def theta(self) -> torch.Tensor:
+    def theta(self) -> Tensor:
         return self.parents[0]
 
 
@@ -96,7 +97,7 @@ class MuLambda(Strategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return low_rank_field(seed, genome, self.noise, self.rank, self.ranks)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         return State(theta[None], (self.sigma,), (-math.inf,), theta.numel())
 
     def values(self, state: State, generation: int) -> dict[str, float]:
@@ -105,20 +106,14 @@ class MuLambda(Strategy[State]):
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         sigmas = self.step_sizes(state, field, generation)
 
-        def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
+        def members(some: State, members: NDArray[np.int64], start: int) -> Tensor:
             return self.members(some, field, generation, sigmas, members, start)
 
         return describe_offspring(state, field, generation, members)
 
     def members(
-        self,
-        state: State,
-        field: Field,
-        generation: int,
-        sigmas: list[float],
-        members: NDArray[np.int64],
-        start: int,
-    ) -> torch.Tensor:
+        self, state: State, field: Field, generation: int, sigmas: list[float], members: NDArray[np.int64], start: int
+    ) -> Tensor:
         """Return some members of a generation, children first, in the columns that the State holds."""
         parents, device = state.parents, state.parents.device
         chosen = draw_mates(field, generation, self.children, len(parents), self.mates)
@@ -201,7 +196,7 @@ def draw_normals(field: Field, generation: int, children: int) -> NDArray[np.flo
     return numbers
 
 
-def average_rows(parents: torch.Tensor, chosen: NDArray[np.int64]) -> torch.Tensor:
+def average_rows(parents: Tensor, chosen: NDArray[np.int64]) -> Tensor:
     """Return the means of some rows, summed one after the other: (children, columns)."""
     if (chosen == chosen[:1]).all():
         chosen = chosen[:1]  # all children have the same parents

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -38,7 +38,7 @@ from germline.strategies.settings import (
 
 @dataclass(frozen=True)
 class State:
-    theta: torch.Tensor
+    theta: Tensor
     moments: Moments
 
 
@@ -93,7 +93,7 @@ class OpenAIES(SummedStrategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return low_rank_field(seed, genome, self.noise, self.rank, self.ranks, mirrored=self.mirrored)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         return State(theta, build_optimizer(self).init(theta))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
@@ -118,15 +118,13 @@ class OpenAIES(SummedStrategy[State]):
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         return shape_by_shard(scores, self.shards, lambda part: utilities(part, self.shaping, maximize=maximize))
 
-    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
+    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> Tensor:
         return noise.exact_sum(weights, span)[None]
 
-    def step(
-        self, state: State, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0
-    ) -> State:
+    def step(self, state: State, sums: Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> State:
         return self.move(state, field.to_units(sums[0], (start, start + sums.shape[1]), state.theta.dtype), result)
 
-    def move(self, state: State, total: torch.Tensor, result: GenerationResult) -> State:
+    def move(self, state: State, total: Tensor, result: GenerationResult) -> State:
         """Return the State after a step along the sum of the members' noise, weighted by their utilities."""
         scale = utility_unit(self.shaping, self.population // self.shards) / (self.population * result.values["sigma"])
         gradient = total * round_to(-scale, total.dtype)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -36,10 +37,10 @@ from germline.strategies.settings import (
 
 @dataclass(frozen=True)
 class State:
-    theta: torch.Tensor  # the best weights that were ever evaluated
-    members: torch.Tensor  # (members, parameters); a rank of a fleet holds its own members
-    first: torch.Tensor  # the members' moments, where they outlive a generation: as many rows, or none
-    second: torch.Tensor
+    theta: Tensor  # the best weights that were ever evaluated
+    members: Tensor  # (members, parameters); a rank of a fleet holds its own members
+    first: Tensor  # the members' moments, where they outlive a generation: as many rows, or none
+    second: Tensor
     best: float | None = None  # the score of theta; larger is better
     power1: float = 1.0
     power2: float = 1.0
@@ -135,16 +136,16 @@ class PESGD(MemberStrategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed, self.noise, mirrored=False)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         return self.with_members(theta, theta.expand(self.population, -1).clone())
 
-    def init_members(self, theta: torch.Tensor, build: MemberBuilder) -> torch.Tensor:
+    def init_members(self, theta: Tensor, build: MemberBuilder) -> Tensor:
         """Return the weights of the first members: the model as it is, and others by the setting ``diversity``."""
         if self.diversity == "noise":
             return torch.cat([theta[None], build.perturb(np.arange(1, self.population), self.spread)])
         return torch.stack([theta, *(build.reset(member) for member in range(1, self.population))])
 
-    def with_members(self, theta: torch.Tensor, members: torch.Tensor) -> State:
+    def with_members(self, theta: Tensor, members: Tensor) -> State:
         first, second = (
             torch.zeros_like(members) if name in self.row_arrays else members.new_zeros(0, theta.numel())
             for name in ("first", "second")
@@ -157,14 +158,14 @@ class PESGD(MemberStrategy[State]):
         return {"lr": rate}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def make(members: NDArray[np.int64], low: int, high: int) -> torch.Tensor:
+        def make(members: NDArray[np.int64], low: int, high: int) -> Tensor:
             return state.members[torch.from_numpy(members).to(state.members.device), low:high]
 
         return Offspring(field, generation, state.theta, 0.0, make=make)
 
     def step(
-        self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, values: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Moments]:
+        self, theta: Tensor, gradient: Tensor, moments: Moments, values: Mapping[str, float]
+    ) -> tuple[Tensor, Moments]:
         return build_optimizer(self).step(theta, gradient, moments, values["lr"])
 
     def moments(self, state: State, row: int) -> Moments:
@@ -173,7 +174,7 @@ class PESGD(MemberStrategy[State]):
         arrays = {name: getattr(state, name)[row] for name in self.row_arrays}
         return Moments(**arrays, power1=state.power1, power2=state.power2)
 
-    def after_training(self, state: State, members: list[torch.Tensor], moments: list[Moments]) -> State:
+    def after_training(self, state: State, members: list[Tensor], moments: list[Moments]) -> State:
         state = replace(state, members=torch.stack(members) if members else state.members)
         if not self.keep_moments or not moments:
             return state
@@ -186,8 +187,8 @@ class PESGD(MemberStrategy[State]):
         if selection is None:
             return state
 
-        def row(member: int, array: str = "members") -> torch.Tensor:
-            rows: torch.Tensor = getattr(state, array)
+        def row(member: int, array: str = "members") -> Tensor:
+            rows: Tensor = getattr(state, array)
             return rows[member]
 
         members, best = range(self.population), self.best_member(selection)
@@ -250,8 +251,8 @@ class PESGD(MemberStrategy[State]):
         return replace(state, **arrays)
 
     def make_child(
-        self, child: Child, mother: torch.Tensor, father: torch.Tensor, field: Field, generation: int, start: int
-    ) -> torch.Tensor:
+        self, child: Child, mother: Tensor, father: Tensor, field: Field, generation: int, start: int
+    ) -> Tensor:
         """Return the weights of a child: a crossover of two parents, then a mutation."""
         noise, span = field.members([child.place], generation, mother.device), (start, start + mother.numel())
         crossed = mother
@@ -272,7 +273,7 @@ class PESGD(MemberStrategy[State]):
 
     def draw_layers(
         self, field: Field, generation: int, place: int, span: tuple[int, int], device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Draw which columns belong to a layer that a child gets from its mother."""
         starts = self.layers or (0,)
         coins = field.below(2, len(starts), generation, Stream.CROSSOVER, member=place)

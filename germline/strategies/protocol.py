@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.genome import Genome
 from germline.noise import Field, Noise, Span
@@ -38,7 +38,7 @@ class GenerationResult:
     generation: int
     scores: NDArray[np.float32]
     values: Mapping[str, float]
-    gradient: torch.Tensor | None = None
+    gradient: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Strategy(Protocol[S]):
         """Return the noise field of a run: dense noise unless this is overridden."""
         return Field(seed)
 
-    def init(self, theta: torch.Tensor) -> S:
+    def init(self, theta: Tensor) -> S:
         """Return the State before the first generation. It has an attribute ``theta``, the weights to be measured."""
 
     def values(self, state: S, generation: int) -> dict[str, float]:
@@ -138,10 +138,10 @@ class SummedStrategy(Strategy[S], Protocol[S]):
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         """Return an integer weight for each member, or None where no score is finite."""
 
-    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
+    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> Tensor:
         """Return the exact sums over some members that an update is made of: (sums, parameters)."""
 
-    def step(self, state: S, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> S:
+    def step(self, state: S, sums: Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> S:
         """Return the State after a generation, from the sums over all members."""
 
 
@@ -166,7 +166,7 @@ class GradientStrategy(Strategy[S], Protocol[S]):
     def samples(self, generation: int) -> bool:
         """Return whether a generation scores samples."""
 
-    def with_gradient(self, state: S, gradient: torch.Tensor, generation: int, *, maximize: bool) -> S:
+    def with_gradient(self, state: S, gradient: Tensor, generation: int, *, maximize: bool) -> S:
         """Return the State that includes a new gradient, before any step."""
 
     def reference_candidates(
@@ -174,7 +174,7 @@ class GradientStrategy(Strategy[S], Protocol[S]):
     ) -> Candidates | None:
         """Describe the one candidate that samples are compared with, or return None."""
 
-    def direction(self, state: S) -> torch.Tensor | None:
+    def direction(self, state: S) -> Tensor | None:
         """Return the gradient that the State carries, if it carries one."""
 
 
@@ -193,21 +193,21 @@ class MemberStrategy(Strategy[S], Protocol[S]):
     @property
     def row_arrays(self) -> tuple[str, ...]: ...
 
-    def init_members(self, theta: torch.Tensor, build: "MemberBuilder") -> torch.Tensor:
+    def init_members(self, theta: Tensor, build: "MemberBuilder") -> Tensor:
         """Return the weights of the first members: (members, parameters)."""
 
-    def with_members(self, theta: torch.Tensor, members: torch.Tensor) -> S:
+    def with_members(self, theta: Tensor, members: Tensor) -> S:
         """Return a State of these members, none of which has been evaluated."""
 
     def step(
-        self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, values: Mapping[str, float]
-    ) -> tuple[torch.Tensor, Moments]:
+        self, theta: Tensor, gradient: Tensor, moments: Moments, values: Mapping[str, float]
+    ) -> tuple[Tensor, Moments]:
         """Return a member's weights and moments after one step along a gradient of the loss."""
 
     def moments(self, state: S, row: int) -> Moments:
         """Return the optimizer's moments of a member."""
 
-    def after_training(self, state: S, members: list[torch.Tensor], moments: list[Moments]) -> S:
+    def after_training(self, state: S, members: list[Tensor], moments: list[Moments]) -> S:
         """Return the State with the members as training has left them."""
 
     def select(self, state: S, result: GenerationResult, field: Field, *, maximize: bool) -> Any:
@@ -228,12 +228,12 @@ class MemberStrategy(Strategy[S], Protocol[S]):
 class MemberBuilder(Protocol):
     """Makes the weights of a first member: reset to new initial weights, or with noise added."""
 
-    def reset(self, member: int) -> torch.Tensor: ...
+    def reset(self, member: int) -> Tensor: ...
 
-    def perturb(self, members: NDArray[np.int64], sigma: float) -> torch.Tensor: ...
+    def perturb(self, members: NDArray[np.int64], sigma: float) -> Tensor: ...
 
 
 class RowReader(Protocol):
     """Returns one row of an array of the State, wherever in the fleet it is held."""
 
-    def __call__(self, member: int, array: str = "members") -> torch.Tensor: ...
+    def __call__(self, member: int, array: str = "members") -> Tensor: ...

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -33,16 +34,16 @@ from germline.strategies.settings import check_choice, check_number, check_rate,
 class State:
     """The swarm; before the first generation there is only the place where it will start."""
 
-    start: torch.Tensor  # (M,)
-    positions: torch.Tensor | None = None  # (P, M)
-    velocities: torch.Tensor | None = None  # (P, M)
-    bests: torch.Tensor | None = None  # (P, M), the best position of each particle
+    start: Tensor  # (M,)
+    positions: Tensor | None = None  # (P, M)
+    velocities: Tensor | None = None  # (P, M)
+    bests: Tensor | None = None  # (P, M), the best position of each particle
     scores: tuple[float, ...] = ()  # of the best positions; larger is better
     leader: int = 0
-    best: torch.Tensor | None = None  # (M,), the best position of the leader
+    best: Tensor | None = None  # (M,), the best position of the leader
 
     @property
-    def theta(self) -> torch.Tensor:
+    def theta(self) -> Tensor:
         return self.start if self.best is None else self.best
 
 
@@ -85,7 +86,7 @@ class PSO(Strategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed, self.noise)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         # three arrays, three new ones, and what an update holds in between
         check_memory(9 * self.population * theta.nbytes, theta.device)
         return State(theta)
@@ -96,14 +97,12 @@ class PSO(Strategy[State]):
         return {"inertia": inertia}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def members(some: State, members: NDArray[np.int64], start: int) -> torch.Tensor:
+        def members(some: State, members: NDArray[np.int64], start: int) -> Tensor:
             return self.members(some, field, generation, members, start)
 
         return describe_offspring(state, field, generation, members)
 
-    def members(
-        self, state: State, field: Field, generation: int, members: NDArray[np.int64], start: int
-    ) -> torch.Tensor:
+    def members(self, state: State, field: Field, generation: int, members: NDArray[np.int64], start: int) -> Tensor:
         """Return the positions of some particles, in the columns that the State holds."""
         if state.positions is not None:
             return state.positions[as_tensor(members, state.start.device)]

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from germline.errors import BadInput, unknown_name
 from germline.genome import Genome
@@ -83,9 +84,7 @@ def check_optimizer(strategy: Any) -> None:
         raise BadInput(f"{name} cannot step a vector of parameters by a gradient: {error}") from error
 
 
-def learning_rate_at(
-    optimizer: Optimizer, lr: Scheduled, theta: torch.Tensor, moments: Moments, generation: int
-) -> float:
+def learning_rate_at(optimizer: Optimizer, lr: Scheduled, theta: Tensor, moments: Moments, generation: int) -> float:
     """Return the learning rate of a generation: that of torch's scheduler where there is one."""
     rate = optimizer.rate(theta, moments) if isinstance(optimizer, TorchOptimizer) else None
     rate = value_at(lr, generation) if rate is None else rate

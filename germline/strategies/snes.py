@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.genome import Genome
@@ -31,8 +32,8 @@ ONE = 1 << 20  # utilities are counted in units of 2^-20
 
 @dataclass(frozen=True)
 class State:
-    theta: torch.Tensor
-    sigma: torch.Tensor
+    theta: Tensor
+    sigma: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class SNES(SummedStrategy[State]):
     def field(self, seed: int, genome: Genome) -> Field:
         return Field(seed, self.noise, self.mirrored)
 
-    def init(self, theta: torch.Tensor) -> State:
+    def init(self, theta: Tensor) -> State:
         return State(theta, torch.full_like(theta, self.sigma))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
@@ -117,13 +118,11 @@ class SNES(SummedStrategy[State]):
             lambda part: utilities_by_rank(part, table, maximize=maximize) if any_finite(part) else None,
         )
 
-    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> torch.Tensor:
+    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> Tensor:
         first, second = noise.accumulate(weights, span), noise.accumulate(weights, span, power=2)
         return torch.stack([first.to(second.dtype), second])
 
-    def step(
-        self, state: State, sums: torch.Tensor, result: GenerationResult, field: Field, *, start: int = 0
-    ) -> State:
+    def step(self, state: State, sums: Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> State:
         unit, dtype, whole = field.unit(None), state.theta.dtype, ONE * self.shards
         first_order = sums[0].to(dtype) * round_to(unit * result.values["lr"] / whole, dtype)
         rate = round_to(unit * unit * result.values["lr_sigma"] / (2 * whole), dtype)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
+from torch import Tensor
 
 S = TypeVar("S")
 
@@ -14,9 +14,9 @@ def is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def map_arrays(function: Callable[[torch.Tensor], torch.Tensor], state: Any) -> Any:
+def map_arrays(function: Callable[[Tensor], Tensor], state: Any) -> Any:
     """Return a State, or a part of one, with a function of each array in its place; single numbers stay as they are."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         return function(state) if state.dim() else state
     if isinstance(state, dict):  # of a torch optimizer
         return {key: map_arrays(function, value) for key, value in state.items()}
@@ -31,9 +31,9 @@ def slice_columns(state: Any, low: int, high: int) -> Any:
     return map_arrays(lambda array: array[..., low:high], state)
 
 
-def pack(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+def pack(state: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take a State apart: JSON in which a tensor is {"tensor": name}, and the tensors by name."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         return {"tensor": prefix}, {prefix: state}
     if is_dataclass_instance(state):
         state = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
@@ -47,12 +47,12 @@ def pack(state: Any, prefix: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     return {"list": [tree for _, tree, _ in packed]}, tensors
 
 
-def unpack(template: S, tree: Any, tensors: Mapping[str, torch.Tensor]) -> S:
+def unpack(template: S, tree: Any, tensors: Mapping[str, Tensor]) -> S:
     """Put a State together again that ``pack`` took apart; the template says which dataclasses it is made of."""
     return _unpack(template, tree, tensors)  # type: ignore[no-any-return]
 
 
-def _unpack(template: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _unpack(template: Any, tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     if "tensor" in tree:
@@ -65,6 +65,6 @@ def _unpack(template: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> An
     return {key: _unpack(None, item, tensors) for key, item in items.items()}
 
 
-def ask_tensors(ask_arrays: tuple[str, ...], state: Any) -> dict[str, torch.Tensor]:
+def ask_tensors(ask_arrays: tuple[str, ...], state: Any) -> dict[str, Tensor]:
     """Return the arrays of a State that candidates are made of, and theta, by their packed names."""
     return {name: t for name, t in pack(state)[1].items() if name.split(".")[0] in (*ask_arrays, "theta")}
