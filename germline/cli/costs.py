@@ -187,13 +187,7 @@ def can_exchange(mode: Mode, strategy: AnyStrategy) -> bool:
 
 
 def predict_cost(
-    rates: Rates,
-    strategy: AnyStrategy,
-    parameters: int,
-    population: int,
-    mode: Mode,
-    workers: int,
-    network: Network,
+    rates: Rates, strategy: AnyStrategy, parameters: int, population: int, mode: Mode, workers: int, network: Network
 ) -> Cost | None:
     """Return what a generation costs, or None where the strategy cannot be run in this mode.
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline import noise
 from germline.engine.journal import connect
@@ -78,7 +78,7 @@ def measure_noise(device: torch.device) -> dict[str, str]:
     few = Field(1).members(range(MEMBERS), 0, device)
     theta = torch.zeros(PARAMETERS, device=device)
 
-    def rate(work: Callable[[], torch.Tensor]) -> str:
+    def rate(work: Callable[[], Tensor]) -> str:
         seconds = least_seconds(lambda: work()[..., :1].cpu(), 4)  # waits for the device
         return f"{MEMBERS * PARAMETERS / seconds / 1e9:.2f}e9 elements/s"
 

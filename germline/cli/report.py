@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,7 @@ from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.population import METHODS
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; } td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top; }
-th { font-weight: 600; } tr + tr td { border-top: 1px solid #eee; } td { overflow-wrap: anywhere; }
-pre, code { background: #f5f5f5; padding: .15em .35em; border-radius: .2em; } pre { padding: .7em; overflow-x: auto; }
-img { max-width: 100%; }
-@media (prefers-color-scheme: dark) { body { background: #16181c; color: #ddd; } pre, code { background: #262a30; }
-  tr + tr td { border-color: #333; } img { background: #fff; } }
-"""
+STYLE = resources.files("germline.cli").joinpath("report.css").read_text(encoding="utf-8")
 
 NO_CURVES = "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
 

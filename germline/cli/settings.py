@@ -2,39 +2,16 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from germline.engine.header import recipe_for_run
 from germline.errors import BadInput, unknown_name
-from germline.noise import check_whole_number
-from germline.population import DType
 from germline.recipes import RECIPES, make_recipe
 from germline.recipes.recipe import Recipe
 from germline.strategies.protocol import AnyStrategy
 from germline.strategies.registry import find_strategy
 from germline.strategies.settings import parse_setting
-
-
-def parse_settings(settings: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the settings KEY=VALUE of the strategy, and those of the recipe, recipe.KEY=VALUE."""
-    own: dict[str, str] = {}
-    of_recipe: dict[str, str] = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise BadInput(f"--set takes KEY=VALUE, not {setting!r}.")
-        (of_recipe if key.startswith("recipe.") else own)[key.removeprefix("recipe.")] = value
-    return own, of_recipe
-
-
-def build_recipe(
-    name: str, settings: dict[str, str], seed: int, strategy: str | None, own: dict[str, str], dtype: str = "auto"
-) -> Recipe:
-    """Return a recipe with its settings, a strategy with its settings, and a type of arithmetic."""
-    check_whole_number("seed", seed, 1 << 63)
-    recipe = replace_strategy(make_recipe(name, settings, seed), strategy, own)
-    return recipe if dtype == "auto" else dataclasses.replace(recipe, dtype=typing.cast(DType, dtype))
 
 
 def replace_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) -> Recipe:

@@ -5,23 +5,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from germline.data.fetch import read_published
+from germline.data.fetch import PUBLISHED, read_published
 from germline.data.splits import Splits
 
-SERIES = {  # where a series is published, and its SHA-256
-    "ETTh1.csv": (
-        "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/1d16c8f4f943005d613b5bc962e9eeb06058cf07/ETT-small/",
-        "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066",
-    ),
-    "daily-min-temperatures.csv": (
-        "https://raw.githubusercontent.com/jbrownlee/Datasets/d20fcb6402ae34e653d4513b00f39257bb37ed7f/",
-        "8b9de63ed6789492bf497625e7f9beb96a63d367b4b0a21754006f749fa5e5da",
-    ),
-}
+SERIES = PUBLISHED["series"]["files"]  # by file, where a series is published, and its SHA-256
 
 
-def load_series(file: str, columns: Sequence[int]) -> torch.Tensor:
+def load_series(file: str, columns: Sequence[int]) -> Tensor:
     """Return some columns of a published series: (times, columns)."""
     mirror, sha256 = SERIES[file]
     lines = read_published("timeseries", mirror, file, sha256).decode().splitlines()[1:]
@@ -29,7 +21,7 @@ def load_series(file: str, columns: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def make_windows(values: torch.Tensor, cuts: Sequence[int], window: int, horizon: int) -> Splits:
+def make_windows(values: Tensor, cuts: Sequence[int], window: int, horizon: int) -> Splits:
     """Return windows of all columns, with targets to forecast the last column from them.
 
     A target is the last known value of the last column, followed by the next ``horizon`` values. A window may begin

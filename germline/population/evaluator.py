@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
@@ -98,7 +98,7 @@ class Evaluator:
             or self.plan.one_by_one
         ):
             return None
-        shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, torch.Tensor)
+        shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, Tensor)
         key = (population, share.start, share.stop, shapes, has_vector_sigma, candidates.field)
         if key not in self.recordings:
             if shapes is None or self.has_hooks:
@@ -112,9 +112,7 @@ class Evaluator:
             )
         return self.recordings[key]
 
-    def scores(
-        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS
-    ) -> torch.Tensor:
+    def scores(self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS) -> Tensor:
         """Return the scores of a share of the blocks, on the device, one block after the other.
 
         Args:
@@ -131,7 +129,7 @@ class Evaluator:
         """Return the scores of one block's members."""
         return self._block_scores(generation, members).cpu().numpy()
 
-    def _block_scores(self, generation: Generation, members: NDArray[np.int64]) -> torch.Tensor:
+    def _block_scores(self, generation: Generation, members: NDArray[np.int64]) -> Tensor:
         batch = generation.batch
         with torch.no_grad(), refuse_changes(batch):
             if self.plan.one_by_one or batch is None:
@@ -155,7 +153,7 @@ class Evaluator:
         buffers = self.copy_buffers()
         with current_block.set(Block(generation, members)) as block:
 
-            def forward(vmap_index: torch.Tensor, weights: dict[str, torch.Tensor]) -> Any:
+            def forward(vmap_index: Tensor, weights: dict[str, Tensor]) -> Any:
                 block.vmap_index = vmap_index
                 if not weights and not buffers:
                     return materialize(module(*batch.args, **batch.kwargs))
@@ -194,11 +192,11 @@ class Evaluator:
                 module.get_submodule(owner)._buffers[attribute] = buffer
             yield module, batch
 
-    def copy_buffers(self) -> dict[str, torch.Tensor]:
+    def copy_buffers(self) -> dict[str, Tensor]:
         """Return copies of the buffers, so that what a module writes to them is gone before the next block."""
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
-    def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
+    def gradient(self, theta: Tensor, batch: Batch) -> tuple[NDArray[np.float32], Tensor]:
         """Return the score of the center on a batch, (1,), and its gradient by backprop."""
         with torch.enable_grad(), train_recurrent_layers(self.thread_module()):
             center = theta.detach().clone().requires_grad_(True)
@@ -208,7 +206,7 @@ class Evaluator:
         return score.detach().float().cpu().numpy().reshape(1), gradient
 
     @clock("forward")
-    def score_at(self, theta: torch.Tensor, batch: Batch) -> Any:
+    def score_at(self, theta: Tensor, batch: Batch) -> Any:
         """Return the score of the module with these weights."""
         module = self.thread_module()
 
@@ -242,7 +240,7 @@ def train_recurrent_layers(module: nn.Module) -> Iterator[None]:
 
 def prepare_input(value: Any, dtype: torch.dtype | None) -> Any:
     """Return an input in the type of the arithmetic, at an aligned address, on which the last bits of sums depend."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     if dtype is not None and value.is_floating_point():
         value = value.to(dtype)
@@ -251,7 +249,7 @@ def prepare_input(value: Any, dtype: torch.dtype | None) -> Any:
 
 def to_float32(outputs: Any) -> Any:
     """Return outputs with bfloat16 tensors as float32: losses are computed in float32."""
-    return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x, outputs)
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x, outputs)
 
 
 @contextmanager

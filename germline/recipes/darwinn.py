@@ -101,9 +101,7 @@ def build_recipe(model: nn.Module, splits: Splits, batch_size: int) -> Recipe:
     """Return the recipe that the three nets have in common."""
     return Recipe(
         model=model,
-        data=splits.train,
-        dev=splits.dev,
-        test=splits.test,
+        **splits.as_arguments(),
         loss=F.cross_entropy,
         strategy=OpenAIES(population=96, sigma=0.02, lr=0.004),
         others={"snes": SNES(population=96, sigma=0.02), "gradient": Gradient(lr=0.001)},

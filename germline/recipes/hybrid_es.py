@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.data import load_mnist_of_hybrid_es
 from germline.recipes.recipe import Recipe, seeded
@@ -46,10 +46,10 @@ class ConvNet(nn.Module):
         self.first, self.second = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
         self.out = nn.Linear(16 * 4 * 4, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(self.first(x.view(-1, 1, 28, 28)), 2)
         x = F.max_pool2d(self.second(x), 2)
-        y: torch.Tensor = self.out(torch.tanh(x.flatten(1)))
+        y: Tensor = self.out(torch.tanh(x.flatten(1)))
         return y
 
 
@@ -61,9 +61,7 @@ def build_recipe(
     steps = len(data.train[1]) // batch_size
     return Recipe(
         model=model,
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         loss=F.cross_entropy,
         strategy=replace(strategy, examples=batch_size, epoch=steps),
         others={"gradient": gradient},

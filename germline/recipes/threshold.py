@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.data import load_digits
 from germline.objective import accuracy
@@ -23,14 +23,14 @@ class Threshold(nn.Module):
     tensor([0., 1.])
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (x > 0).to(x.dtype)
 
 
 class Binary(nn.Linear):
     """A linear layer that uses only the signs of its weights."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, torch.where(self.weight > 0, 1.0, -1.0).to(x.dtype), self.bias)
 
 
@@ -41,9 +41,7 @@ def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "rea
     data = load_digits()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(layer(64, hidden), Threshold(), layer(hidden, 10))),
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         score=accuracy,
         metrics={"accuracy": accuracy},
         strategy=OpenAIES(population=256, sigma=0.3, lr=0.1),

@@ -15,6 +15,7 @@ from math import prod
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.kernels import as_kernel_arg, kernel_device, kernels_for
 from germline.noise import cached_tensor
@@ -37,16 +38,16 @@ class Parts:
     which the first may be written to. ``a`` is (addresses, R, rank), ``bias`` (members, R).
     """
 
-    base: torch.Tensor
-    x_b: torch.Tensor
-    a: torch.Tensor
-    bias: torch.Tensor | None
-    scales: torch.Tensor  # of the noise of each member
+    base: Tensor
+    x_b: Tensor
+    a: Tensor
+    bias: Tensor | None
+    scales: Tensor  # of the noise of each member
     member_address: Addresses
     epilogue: Epilogue
     shared: bool = True
 
-    def flatten(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def flatten(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return base, x_b, a, bias and scales as kernels take them: positions in one axis, ranks before rows."""
         (addresses, _, rank), members = self.a.shape, len(self.scales)
         n, rows = self.base.shape[:2] if self.shared else self.base.shape[1:3]
@@ -60,7 +61,7 @@ class Parts:
         return base, x_b, a, bias, self.scales.to(device, full)
 
 
-def split_shared_product(call: LayerCall, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
+def split_shared_product(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Parts:
     """Return the parts of a layer's output where all members see one input and the noise is of low rank.
 
     Args:
@@ -76,9 +77,7 @@ def split_shared_product(call: LayerCall, x: torch.Tensor, multiply: Callable[[t
     return Parts(base, x_b, a, bias, block.scales(index), block.member_address, call.epilogue)
 
 
-def multiply_shared_input(
-    call: LayerCall, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def multiply_shared_input(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a layer's output where all members see one input: (members, n, R, ...). See ``split_shared_product``."""
     block, index = call.block, call.layer.slots["weight"]
     if block.matrix(index) is not None:
@@ -87,7 +86,7 @@ def multiply_shared_input(
     if x.device.type != "cpu":
         return add_noise(call, base, multiply(block.dense_noise(index, x.dtype).flatten(0, 1)))
     # one address at a time: the noise of all of them would leave the processor's caches
-    outputs: list[torch.Tensor] = [base] * block.size
+    outputs: list[Tensor] = [base] * block.size
     scales, bias = block.scales(index).tolist(), call.optional_weights("bias")
     for address in range(len(block.addresses)):
         term = multiply(block.dense_noise_at(index, address, x.dtype))
@@ -99,14 +98,14 @@ def multiply_shared_input(
     return stack(outputs)
 
 
-def can_multiply_noise(call: LayerCall, x: torch.Tensor) -> bool:
+def can_multiply_noise(call: LayerCall, x: Tensor) -> bool:
     """Return whether ``multiply_shared_input`` can be used: on all devices, except for dense noise on some."""
-    has_vector_sigma = isinstance(call.block.generation.candidates.sigma, torch.Tensor)
+    has_vector_sigma = isinstance(call.block.generation.candidates.sigma, Tensor)
     has_kernels = kernel_device(x.device).type == "cuda" and not has_vector_sigma
     return x.device.type == "cpu" or has_kernels or call.block.matrix(call.layer.slots["weight"]) is not None
 
 
-def combine(parts: Parts) -> torch.Tensor:
+def combine(parts: Parts) -> Tensor:
     """Return the output that the parts are of, (members, n, R, ...), after its epilogue."""
     device = kernel_device(parts.base.device)
     if not parts.shared and device != parts.base.device:
@@ -122,7 +121,7 @@ def combine(parts: Parts) -> torch.Tensor:
     return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
 
 
-def combine_without_kernels(parts: Parts) -> torch.Tensor:
+def combine_without_kernels(parts: Parts) -> Tensor:
     """Do the same as ``combine`` by torch's operations, for a device without kernels, where bases are not shared."""
     base, x_b, a, bias, scales = parts.flatten(parts.base.device)
     a_of_members = a[cached_tensor(parts.member_address, base.device)]  # (members, rank, R)
@@ -132,7 +131,7 @@ def combine_without_kernels(parts: Parts) -> torch.Tensor:
     return apply_epilogue(out.view(parts.base.shape), parts.epilogue)
 
 
-def add_noise(call: LayerCall, base: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def add_noise(call: LayerCall, base: Tensor, noise: Tensor) -> Tensor:
     """Return base + scale_i noise_i + bias_i for each member, on a GPU: (members, n, R, ...), after the epilogue.
 
     ``base`` is (n, R, ...), ``noise`` (n, addresses * R, ...).
@@ -147,7 +146,7 @@ def add_noise(call: LayerCall, base: torch.Tensor, noise: torch.Tensor) -> torch
     return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)
 
 
-def add_bias(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+def add_bias(x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     """Add bias_i to each member in place, then apply the epilogue: x (members, ..., R), bias (members, R)."""
     if kernel_device(x.device).type != "cuda" or not x.is_contiguous():
         return apply_epilogue(x if bias is None else x.add_(bias.view(len(x), *(1,) * (x.dim() - 2), -1)), epilogue)
@@ -160,11 +159,11 @@ def add_bias(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> 
 
 
 def add_terms(
-    out: torch.Tensor,
-    base: torch.Tensor,
-    noise: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scales: torch.Tensor,
+    out: Tensor,
+    base: Tensor,
+    noise: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor,
     member_address: Addresses,
     relu: bool,
     window: Window | None,
