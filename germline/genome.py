@@ -67,9 +67,8 @@ class Genome:
             if nn.parameter.is_lazy(parameter):
                 raise BadInput(f"Parameter {name} has no shape yet: run the module once on a batch before training it.")
             if not parameter.dtype.is_floating_point:
-                raise BadInput(
-                    f"Parameter {name} is {parameter.dtype}; only real floating-point parameters can be trained."
-                )
+                reason = "only real floating-point parameters can be trained"
+                raise BadInput(f"Parameter {name} is {parameter.dtype}; {reason}.")
             names.setdefault(parameter, []).append(name)
         if not names:
             raise BadInput("The module has no trainable parameters: every parameter is frozen, or there are none.")
@@ -160,9 +159,8 @@ class Genome:
             BadInput: if theta has another size.
         """
         if theta.shape[-1:] != (self.size,):
-            raise BadInput(
-                f"Theta has shape {tuple(theta.shape)}, but the module has {self.size} trainable parameters."
-            )
+            expected = f"the module has {self.size} trainable parameters"
+            raise BadInput(f"Theta has shape {tuple(theta.shape)}, but {expected}.")
         named = {}
         for slot in self.slots:
             view = theta[..., slot.start : slot.stop].view((*theta.shape[:-1], *slot.shape)).to(slot.dtype)

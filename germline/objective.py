@@ -25,6 +25,7 @@ EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
 GPU_SHARE = 16  # a data set is copied to a GPU if it takes at most 1/16 of the GPU's memory
 
 Metric = Callable[[Any, Any], Any]
+Function = Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -361,9 +362,8 @@ class Objective:
         except Exception as error:
             shapes = [tuple(tensor.shape) for tensor in iterate_tensors([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"
-            raise BadInput(
-                f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
-            ) from error
+            message = f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
+            raise BadInput(message) from error
         if size != 1:
             shape = tuple(score.shape) if isinstance(score, Tensor) else np.shape(score)
             raise BadInput(f"The loss or score must be one number, but has shape {shape}: take its mean, for instance.")
@@ -391,11 +391,7 @@ class Objective:
 
 
 def build_objective(
-    loss: Callable[..., Any] | None,
-    score: Callable[..., Any] | None,
-    objective: Callable[..., Any] | None,
-    maximize: bool | None,
-    metrics: Mapping[str, Metric] | None,
+    loss: Function, score: Function, objective: Function, maximize: bool | None, metrics: Mapping[str, Metric] | None
 ) -> Objective:
     """Return the objective of the arguments of ``gl.train``.
 
@@ -433,11 +429,9 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
     """Return accuracy as the only metric where output and target look like classes, else none."""
-    tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
-    classes = (
-        tensors and output.dim() == 2 and output.shape[1] > 1 and target.dtype == torch.int64 and target.dim() == 1
-    )
-    return {"accuracy": accuracy} if classes else {}
+    has_classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
+    has_scores = isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1
+    return {"accuracy": accuracy} if has_classes and has_scores else {}
 
 
 def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from germline.cli.report import NO_CURVES, embed_figure, render_page, render_table
+from germline.cli.report import draw_figure, render_page, render_table
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.engine.stopping import lower_is_better
@@ -123,11 +123,8 @@ class Comparison:
             KeyboardInterrupt: The comparison was interrupted; it can be run again to go on.
         """
         self.claim()
-        trials = [
-            Trial(variant, seed, self.folder / f"{variant.name}-{seed}")
-            for seed in range(self.seeds)
-            for variant in self.variants
-        ]
+        pairs = itertools.product(range(self.seeds), self.variants)
+        trials = [Trial(variant, seed, self.folder / f"{variant.name}-{seed}") for seed, variant in pairs]
         with ThreadPoolExecutor(self.jobs) as threads, interruptible():
             try:
                 list(threads.map(self.carry_out, trials))
@@ -308,22 +305,19 @@ def write_comparison(trials: Sequence[Trial], metric: str, file: Path, title: st
 
 def draw_curves(trials: Sequence[Trial], metric: str) -> str:
     """Return the metric against time, passes and samples: medians of the seeds, with a band between quartiles."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return NO_CURVES
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    for axis, (along, label) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
-        for name, group in group_by_variant(trials).items():
-            lines = [line for trial in group if (line := curve_points(trial, metric, along))]
-            if lines:
-                x, low, middle, high = quartile_band(lines)
-                axis.plot(x, middle, label=name, lw=1.3)
-                axis.fill_between(x, low, high, alpha=0.2)
-        axis.set(xlabel=label, ylabel=metric.replace("_", " "))
-        axis.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8)
-    return embed_figure(figure)
+
+    def draw(axes: Any) -> None:
+        for axis, (along, label) in zip(axes[0], AXES.items(), strict=True):
+            for name, group in group_by_variant(trials).items():
+                lines = [line for trial in group if (line := curve_points(trial, metric, along))]
+                if lines:
+                    x, low, middle, high = quartile_band(lines)
+                    axis.plot(x, middle, label=name, lw=1.3)
+                    axis.fill_between(x, low, high, alpha=0.2)
+            axis.set(xlabel=label, ylabel=metric.replace("_", " "))
+        axes[0][0].legend(fontsize=8)
+
+    return draw_figure(draw, (13, 4.2), 1, len(AXES))
 
 
 def curve_points(trial: Trial, metric: str, along: str) -> list[tuple[float, float]]:

@@ -21,13 +21,12 @@ that sends most, the memory is that of the worker that holds most. The padding o
 worker, and evaluation during an exchange are left out.
 """
 
-import dataclasses
 import itertools
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -45,7 +44,6 @@ from germline.strategies import GA, SNES, AnyStrategy, GenerationResult, MuLambd
 MODES: tuple[Mode, ...] = get_args(Mode)  # the simplest first
 SCORE_BYTES = 4  # bytes of a score, and of an integer of a sum
 
-MODELED = ("openai-es", "snes", "mu-lambda", "ga", "pso")
 LATENCY = 3e-4  # seconds of a message by gloo, between two processes of one machine
 LOOPBACK = 2e9  # bytes a second within a machine
 LEAST_GAIN = 0.01  # by how much a mode must be faster to be chosen over a simpler one
@@ -159,17 +157,12 @@ def count_asked_arrays(strategy: AnyStrategy, population: int | None = None) -> 
     Raises:
         BadInput: There is no cost model for the strategy.
     """
-    settings: Any = strategy
-    match strategy.name:
-        case "openai-es":
-            return 1
-        case "snes":
-            return 2
-        case "mu-lambda" | "ga":
-            return int(settings.parents)
-        case "pso":
-            return (population or strategy.population) + 1
-    raise BadInput(f"There is no cost model for the strategy {strategy.name!r}: plan one of {', '.join(MODELED)}.")
+    parents = strategy.parents if isinstance(strategy, GA | MuLambda) else 0
+    members = population or strategy.population
+    arrays = {"openai-es": 1, "snes": 2, "mu-lambda": parents, "ga": parents, "pso": members + 1}
+    if strategy.name not in arrays:
+        raise BadInput(f"There is no cost model for the strategy {strategy.name!r}: plan one of {', '.join(arrays)}.")
+    return arrays[strategy.name]
 
 
 def count_summed_arrays(strategy: AnyStrategy) -> int:
@@ -338,7 +331,7 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", s
     """
     count_asked_arrays(strategy)
     if strategy.needs_probe:
-        strategy = dataclasses.replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
+        strategy = replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
     with single_threaded_torch():
         session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed)
         batch = session.batch(0)
@@ -363,7 +356,7 @@ def with_population(session: Session, population: int) -> Any:
     least = 2 * strategy.parents if isinstance(strategy, GA | MuLambda) else 2
     tied: dict[str, Any] = {"shards": 1} if isinstance(strategy, OpenAIES | SNES) else {}
     tied |= {"utilities": None} if isinstance(strategy, SNES) else {}
-    changed = dataclasses.replace(strategy, population=max(least, population + population % 2), **tied)
+    changed = replace(strategy, population=max(least, population + population % 2), **tied)
     return changed.bind(session.scorer.genome)
 
 
@@ -402,12 +395,9 @@ def measure_update(session: Session, population: int) -> MeasuredUpdate:
 
     tell()  # compiles, and makes a State with all of its arrays
     seconds = median_seconds(tell, TELL_SECONDS)
-    arrays = [
-        tensor for tensor in pack(state)[1].values() if tensor.ndim and tensor.shape[-1] == session.scorer.genome.size
-    ]
-    return MeasuredUpdate(
-        strategy.population, seconds, sum(array.numel() for array in arrays) // session.scorer.genome.size
-    )
+    size = session.scorer.genome.size
+    elements = sum(array.numel() for array in pack(state)[1].values() if array.ndim and array.shape[-1] == size)
+    return MeasuredUpdate(strategy.population, seconds, elements // size)
 
 
 def measure_member(session: Session, batch: Batch | None) -> float:

@@ -45,12 +45,11 @@ class Progress:
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
             self.last = time.monotonic()
             print(line, file=self.out, flush=True)
-        note = (
-            advise(session.history, session.scorer.genome.size) if "agreement" in row and not self.has_advised else None
-        )
-        if note is not None:
-            self.has_advised = True
-            self.console.print(f"note: {note}", soft_wrap=True)
+        if "agreement" in row and not self.has_advised:
+            note = advise(session.history, session.scorer.genome.size)
+            self.has_advised = note is not None
+            if note is not None:
+                self.console.print(f"note: {note}", soft_wrap=True)
         if row["skipped"] and self.live is not None:
             self.console.print(f"generation {row['generation'] + 1}: no member has a finite score, so nothing changed")
 

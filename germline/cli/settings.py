@@ -45,9 +45,8 @@ def recipe_of_run(header: Mapping[str, Any], run: str, recipe: str | None, strat
     """
     name = recipe or header["recipe"]
     if name is None:
-        raise BadInput(
-            f"{run} was started in Python, not by a recipe: go on there, with gl.train(..., resume={run!r})."
-        )
+        how = f"go on there, with gl.train(..., resume={run!r})"
+        raise BadInput(f"{run} was started in Python, not by a recipe: {how}.")
     if recipe is None and name not in RECIPES:
         raise BadInput(f"The recipe of {run} is {name}, which is not part of germline: give it again, with --recipe.")
     made = make_recipe(name, header["recipe_settings"], header["seed"])

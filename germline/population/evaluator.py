@@ -89,14 +89,8 @@ class Evaluator:
             batch: the batch that they are scored on.
             share: the blocks that this process evaluates.
         """
-        has_kernels = kernel_device(self.device).type == "cuda"
-        if (
-            not has_kernels
-            or batch is None
-            or not candidates.shared
-            or not self.plan.vectorized
-            or self.plan.one_by_one
-        ):
+        is_vectorized = self.plan.vectorized and not self.plan.one_by_one and candidates.shared
+        if kernel_device(self.device).type != "cuda" or not is_vectorized or batch is None:
             return None
         shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, Tensor)
         key = (population, share.start, share.stop, shapes, has_vector_sigma, candidates.field)
@@ -145,7 +139,7 @@ class Evaluator:
 
     def outputs(self, generation: Generation, members: NDArray[np.int64]) -> Any:
         """Return the module's outputs for each of the members: tensors with the members first."""
-        batch, module = generation.batch, self.thread_module()
+        batch, module = generation.batch, self.thread_copies.get()
         assert batch is not None
         if self.plan.one_by_one:
             outputs = [self.member_output(generation, member) for member in members]
@@ -181,7 +175,7 @@ class Evaluator:
     def _member_module(self, generation: Generation, member: int) -> Iterator[tuple[nn.Module, Any]]:
         """Yield a plain module with a member's weights, and the batch; copies of both if the plan is to isolate it."""
         is_isolated, candidates, batch = self.plan.method == "isolated", generation.candidates, generation.batch
-        module = copy_module(self.module) if is_isolated else self.thread_module()
+        module = copy_module(self.module) if is_isolated else self.thread_copies.get()
         if is_isolated and batch is not None:
             batch = batch.copy()
         block = Block(generation, np.array([member]), single_member=0)
@@ -198,7 +192,7 @@ class Evaluator:
 
     def gradient(self, theta: Tensor, batch: Batch) -> tuple[NDArray[np.float32], Tensor]:
         """Return the score of the center on a batch, (1,), and its gradient by backprop."""
-        with torch.enable_grad(), train_recurrent_layers(self.thread_module()):
+        with torch.enable_grad(), train_recurrent_layers(self.thread_copies.get()):
             center = theta.detach().clone().requires_grad_(True)
             score = self.score_at(center, batch)
             with clock("backward"):
@@ -208,7 +202,7 @@ class Evaluator:
     @clock("forward")
     def score_at(self, theta: Tensor, batch: Batch) -> Any:
         """Return the score of the module with these weights."""
-        module = self.thread_module()
+        module = self.thread_copies.get()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return functional_call(module, self.genome.views(theta) | self.copy_buffers(), args, kwargs)
@@ -219,10 +213,6 @@ class Evaluator:
     def has_hooks(self) -> bool:
         """Return whether the module has hooks: functions, which the copies of all threads share."""
         return any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
-
-    def thread_module(self) -> nn.Module:
-        """Return this thread's copy of the module."""
-        return self.thread_copies.get()
 
 
 @contextmanager

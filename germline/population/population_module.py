@@ -39,11 +39,7 @@ def make_population_module(module: nn.Module, genome: Genome) -> nn.Module:
     """
     numbers = {name: index for index, slot in enumerate(genome.slots) for name in (slot.name, *slot.aliases)}
     for prefix, part in list(module.named_modules()):
-        names = {
-            name: f"{prefix}.{name}" if prefix else name
-            for name, value in part._parameters.items()
-            if value is not None
-        }
+        names = {name: f"{prefix}.{name}".lstrip(".") for name, value in part._parameters.items() if value is not None}
         slots = {name: numbers[full_name] for name, full_name in names.items() if full_name in numbers}
         if slots:
             replace_layer(part, slots)

@@ -18,10 +18,11 @@ def hybrid_es_mnist(*, seed: int = 0, hidden: int = 300, batch_size: int = 1000,
     """Classify MNIST by 784-300-10 with sigmoids, from 30 epochs of batches in one order, with steps of 5."""
     strategy = HybridES(lr=RATE, weight_decay=DECAY, sigma=0.1)
     gradient = Gradient(lr=RATE, optimizer="sgd", weight_decay=DECAY)
-    model = seeded(
-        seed, lambda: init_normal(nn.Sequential(nn.Linear(784, hidden), nn.Sigmoid(), nn.Linear(hidden, 10)))
-    )
-    return build_recipe(model, strategy, gradient, batch_size, epochs, snapshot_epochs=10)
+
+    def build() -> nn.Module:
+        return init_normal(nn.Sequential(nn.Linear(784, hidden), nn.Sigmoid(), nn.Linear(hidden, 10)))
+
+    return build_recipe(seeded(seed, build), strategy, gradient, batch_size, epochs, snapshot_epochs=10)
 
 
 def hybrid_es_convnet(*, seed: int = 0, batch_size: int = 256, epochs: int = 5, lr: float = 0.1) -> Recipe:

@@ -45,6 +45,7 @@ def mnist_mlp(
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean cross entropy; with only ten classes this is four times as fast on a CPU as torch's function.
 
+    >>> import torch
     >>> output, target = torch.tensor([[1.0, 2.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([1, 2])
     >>> torch.allclose(cross_entropy(output, target), F.cross_entropy(output, target))
     True

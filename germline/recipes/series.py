@@ -24,6 +24,7 @@ LEAST_STD = 0.01  # added to the standard deviation of a window, which may be co
 class Forecaster(nn.Module):
     """An LSTM that reads a window and forecasts its last column.
 
+    >>> import torch
     >>> net = Forecaster(7, 16, 24)
     >>> net(torch.zeros(3, 48, 7)).shape
     torch.Size([3, 24])

@@ -11,6 +11,7 @@ The same holds for a convolution, where the columns of B and the rows of E are f
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,13 @@ Addresses = NDArray[np.int64]  # of each member, the place of its noise among th
 Window = tuple[int, ...]  # height and width of an image, of the window that moves over it, and of a step
 NO_POSITIONS = torch.Size()
 FEW_PLACES = 16  # of a window, up to which a kernel does the pooling in its pass
+
+
+class Fused(NamedTuple):
+    """The part of an epilogue that a kernel does in its pass."""
+
+    relu: bool
+    window: Window | None  # of a max pooling
 
 
 @dataclass(frozen=True)
@@ -111,13 +119,13 @@ def combine(parts: Parts) -> Tensor:
     if not parts.shared and device != parts.base.device:
         return combine_without_kernels(parts)
     positions = parts.base.shape[2 if parts.shared else 3 :]
-    relu, window, sizes, rest = fuse_epilogue(parts.epilogue, positions)
+    fused, sizes, rest = fuse_epilogue(parts.epilogue, positions)
     base, x_b, a, bias, scales = parts.flatten(device)
     members, (n, rows) = len(scales), base.shape[-3:-1]
-    out = allocate((members, n, rows, sizes.numel()), base) if parts.shared or window else base
+    out = allocate((members, n, rows, sizes.numel()), base) if parts.shared or fused.window else base
     member_address = cached_tensor(parts.member_address, device)
     arrays = (as_kernel_arg(array) for array in (out, base, x_b, a, bias, scales, member_address))
-    kernels_for(device).blend_outer(*arrays, relu, window)
+    kernels_for(device).blend_outer(*arrays, *fused)
     return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
 
 
@@ -137,12 +145,12 @@ def add_noise(call: LayerCall, base: Tensor, noise: Tensor) -> Tensor:
     ``base`` is (n, R, ...), ``noise`` (n, addresses * R, ...).
     """
     n, rows = base.shape[:2]
-    relu, window, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
+    fused, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
     out = base.new_empty(call.block.size, n, rows, sizes.numel())
     noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
     base = base.reshape(n, rows, -1).contiguous()
     scales, bias = call.block.scales(call.layer.slots["weight"]), call.optional_weights("bias")
-    add_terms(out, base, noise, bias, scales, call.block.member_address, relu, window)
+    add_terms(out, base, noise, bias, scales, call.block.member_address, fused)
     return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)
 
 
@@ -153,37 +161,28 @@ def add_bias(x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     if bias is None and not epilogue:
         return x
     flat = x.view(len(x), -1, x.shape[-1], 1)
-    relu, window, _, rest = fuse_epilogue(epilogue)
-    add_terms(flat, flat, None, bias, x.new_ones(len(x)), np.zeros(len(x), np.int64), relu, window)
+    fused, _, rest = fuse_epilogue(epilogue)
+    add_terms(flat, flat, None, bias, x.new_ones(len(x)), np.zeros(len(x), np.int64), fused)
     return apply_epilogue(x, rest)
 
 
 def add_terms(
-    out: Tensor,
-    base: Tensor,
-    noise: Tensor | None,
-    bias: Tensor | None,
-    scales: Tensor,
-    member_address: Addresses,
-    relu: bool,
-    window: Window | None,
+    out: Tensor, base: Tensor, noise: Tensor | None, bias: Tensor | None, scales: Tensor, index: Addresses, fused: Fused
 ) -> None:
     """Write base + noise + bias of each member to out, by the kernel of ``combine`` without a factor A."""
     full = torch.float64 if out.dtype == torch.float64 else torch.float32
     bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
-    arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(member_address, out.device))
-    kernels_for(out.device).blend_outer(*arrays, relu, window)
+    arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(index, out.device))
+    kernels_for(out.device).blend_outer(*arrays, *fused)
 
 
-def fuse_epilogue(
-    epilogue: Epilogue, positions: torch.Size = NO_POSITIONS
-) -> tuple[bool, Window | None, torch.Size, Epilogue]:
-    """Return what the kernel does of an epilogue: a relu, a pooling of images, their sizes after it; and the rest."""
+def fuse_epilogue(epilogue: Epilogue, positions: torch.Size = NO_POSITIONS) -> tuple[Fused, torch.Size, Epilogue]:
+    """Return what the kernel does of an epilogue, the sizes of images after it, and the rest of the epilogue."""
     relu = bool(epilogue) and isinstance(epilogue[0], Relu)
     rest = epilogue[1:] if relu else epilogue
     pool = rest[0] if rest else None
     if len(positions) != 2 or not isinstance(pool, MaxPool) or prod(pool.kernel) > FEW_PLACES:
-        return relu, None, positions, rest
+        return Fused(relu, None), positions, rest
     axes = zip(positions, pool.kernel, pool.stride, strict=True)
     sizes = torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in axes])
-    return relu, (*positions, *pool.kernel, *pool.stride), sizes, rest[1:]
+    return Fused(relu, (*positions, *pool.kernel, *pool.stride)), sizes, rest[1:]

@@ -40,10 +40,8 @@ class LayerCall:
 
     def inputs_of_members(self) -> list[Tensor]:
         """Return all inputs with the members first; those that are the same for all members are expanded."""
-        return [
-            x if batched else x.expand(self.block.size, *x.shape)
-            for x, batched in zip(self.inputs, self.batched, strict=True)
-        ]
+        size, pairs = self.block.size, zip(self.inputs, self.batched, strict=True)
+        return [x if has_members else x.expand(size, *x.shape) for x, has_members in pairs]
 
     def is_separable(self, name: str) -> bool:
         """Return whether a parameter is a center that all members share plus noise, in the type of the arithmetic."""

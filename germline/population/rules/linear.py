@@ -111,12 +111,13 @@ def multiply_narrow(call: LayerCall, inputs: tuple[Tensor, ...], relu_inputs: bo
     a, b = (factor.transpose(1, 2).contiguous() for factor in block.factors(index, dtype))  # (addresses, rank, R or C)
     rows, n = a.shape[2], inputs[0].shape[-2]
     out = torch.empty(block.size, n, rows, dtype=dtype, device=inputs[0].device)
-    relu, _, _, rest = blend.fuse_epilogue(call.epilogue)
+    fused, _, rest = blend.fuse_epilogue(call.epilogue)
     bias = call.optional_weights("bias")
     bias = out.new_zeros(block.size, rows) if bias is None else bias.contiguous()
     scales, member_address = block.scales(index).float(), cached_tensor(block.member_address, out.device)
     weight = block.generation.center(index)
-    kernels_for(out.device).narrow_linear(out, inputs, relu_inputs, weight, a, b, bias, scales, member_address, relu)
+    arrays = (weight, a, b, bias, scales, member_address)
+    kernels_for(out.device).narrow_linear(out, inputs, relu_inputs, *arrays, fused.relu)
     return apply_epilogue(out, rest).view(block.size, *sizes, rows)
 
 
