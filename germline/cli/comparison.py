@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,7 +100,6 @@ class Comparison:
         variants: The ways to train that are compared.
         seeds: Runs of each variant, with seeds 0, 1, ...
         jobs: Runs at the same time.
-        say: Shows a line of progress.
         processes: The processes that were started.
         interrupted: Set once the user or a run has interrupted the comparison.
     """
@@ -111,7 +110,6 @@ class Comparison:
     variants: tuple[Variant, ...]
     seeds: int
     jobs: int = 1
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     processes: "list[subprocess.Popen[str]]" = field(default_factory=list)
     interrupted: threading.Event = field(default_factory=threading.Event)
 
@@ -154,7 +152,7 @@ class Comparison:
         if self.interrupted.is_set() or trial.load():
             return
         resumed = trial.has_journal
-        self.say(f"{trial.title}{': resumed' if resumed else ''}")
+        print(f"{trial.title}{': resumed' if resumed else ''}", file=sys.stderr, flush=True)
         options = ["--seed", str(trial.seed), "--runs", str(self.folder), "--name", trial.path.name]
         new = ["train", self.recipe, *trial.variant.arguments, *self.common, *options]
         again = ["resume", str(trial.path), *format_options(recipe=self.recipe, strategy=trial.variant.strategy)]
@@ -165,7 +163,7 @@ class Comparison:
         if process.returncode == INTERRUPTED:
             self.interrupted.set()
         elif not trial.load() and self.jobs > 1:  # with one job the error has been shown
-            self.say(f"{trial.title}: {trial.failure}")
+            print(f"{trial.title}: {trial.failure}", file=sys.stderr, flush=True)
 
 
 @contextmanager

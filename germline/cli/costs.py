@@ -315,7 +315,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
-def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", seed: int = 0) -> Rates:
+def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto") -> Rates:
     """Measure how fast one core of this machine's CPU, or a whole GPU, is at a recipe, in about five seconds.
 
     An update is measured at two populations, which separates the part that grows with the population from the rest.
@@ -324,7 +324,6 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", s
         recipe: The recipe; its strategy is not used.
         strategy: The strategy.
         device: The device to measure.
-        seed: The seed of the noise.
 
     Raises:
         BadInput: There is no cost model for the strategy.
@@ -333,7 +332,7 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", s
     if strategy.needs_probe:
         strategy = replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
     with single_threaded_torch():
-        session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed)
+        session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed=0)
         batch = session.batch(0)
         session.prepare(batch)
         few, many = measure_updates(session)

@@ -12,7 +12,6 @@ from germline.cli.app import command, print_table
 from germline.cli.doctor import examine
 from germline.cli.options import AgainOptions, AsJson, RunPath
 from germline.cli.report import read_run, write_report
-from germline.cli.settings import recipe_of_run
 from germline.engine import opening
 from germline.engine import replay as replaying
 from germline.engine.export import export_theta
@@ -60,13 +59,12 @@ def open_run(run: Path, again: AgainOptions) -> Session:
     """Open a run to be replayed: from its journal alone, where that is enough."""
     journal = Journal.open(run, read_only=True)
     header = journal.header
-    given = find_strategy(again.strategy)() if again.strategy is not None else None
+    given = again.find_strategy()
     if find_class(header, given).kind != "evolve":
-        recipe = recipe_of_run(header, str(run), again.recipe, again.strategy)
-        return opening.rebuild(recipe, journal, Local(header["device"]))
+        return opening.rebuild(again.build_recipe(header, str(run)), journal, Local(header["device"]))
     has_functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
     if has_functions:
-        given = recipe_of_run(header, str(run), again.recipe, again.strategy).strategy
+        given = again.build_recipe(header, str(run)).strategy
     return opening.open_for_replay(journal, given)
 
 

@@ -1,20 +1,23 @@
 """Every command-line option, declared once; commands take the groups that they need."""
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_type_hints
 
 from typer import Argument, Option
 
-from germline.cli.settings import replace_strategy
+from germline.engine.header import recipe_for_run
 from germline.engine.stopping import Stop, Target
-from germline.errors import BadInput
+from germline.errors import BadInput, unknown_name
 from germline.fleet.spmd.fleet import TIMEOUT
 from germline.noise import check_whole_number
 from germline.population import DType
-from germline.recipes import make_recipe, recipe_address
+from germline.recipes import RECIPES, make_recipe, recipe_address
 from germline.recipes.recipe import Recipe
+from germline.strategies import AnyStrategy, find_strategy
+from germline.strategies.settings import parse_setting
 
 RecipeName = Annotated[str, Argument(metavar="RECIPE", help="a name, a Python file, or module:function")]
 RunPath = Annotated[Path, Argument(metavar="RUN", help="the directory of a run")]
@@ -128,6 +131,29 @@ class AgainOptions:
         None
     )
 
+    def find_strategy(self) -> AnyStrategy | None:
+        """Return the strategy that the user has named again, or None."""
+        return find_strategy(self.strategy)() if self.strategy is not None else None
+
+    def build_recipe(self, header: Mapping[str, Any], run: str) -> Recipe:
+        """Return the recipe of a run, with its strategy.
+
+        Nothing outside of this package is imported because the header names it: the user gives it again.
+
+        Args:
+            header: The header of the run.
+            run: The directory of the run, for messages.
+        """
+        name = self.recipe or header["recipe"]
+        if name is None:
+            how = f"go on there, with gl.train(..., resume={run!r})"
+            raise BadInput(f"{run} was started in Python, not by a recipe: {how}.")
+        if self.recipe is None and name not in RECIPES:
+            reason = f"{name}, which is not part of germline"
+            raise BadInput(f"The recipe of {run} is {reason}: give it again, with --recipe.")
+        recipe = make_recipe(name, header["recipe_settings"], header["seed"])
+        return recipe_for_run(recipe, header, self.find_strategy())
+
 
 @dataclass
 class ComparisonOptions:
@@ -136,3 +162,20 @@ class ComparisonOptions:
     metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the test set)")] = None
     jobs: Annotated[int, Option(min=1, help="number of runs at the same time")] = 1
     workers: Annotated[int | None, Option(help="number of threads of each run")] = None
+
+
+def replace_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) -> Recipe:
+    """Return a recipe with another strategy, at the recipe's settings for it, changed by the given settings."""
+    strategy: Any = recipe.strategy
+    if name is not None and name != strategy.name:
+        cls = find_strategy(name)
+        strategy = recipe.others.get(name) or cls()
+    types = get_type_hints(type(strategy))
+    names = [field.name for field in fields(strategy)]
+    for key in settings:
+        if key in ("rank", "ranks") and key not in names:
+            raise BadInput(f"The strategy {strategy.name} has no low-rank noise: leave out {key}.")
+        if key not in names:
+            raise unknown_name(f"setting of {strategy.name}", key, names)
+    values = {key: parse_setting(types[key], key, text) for key, text in settings.items()}
+    return recipe.with_strategy(replace(strategy, **values))

@@ -15,7 +15,6 @@ from germline.cli import options
 from germline.cli.app import command
 from germline.cli.progress import Progress
 from germline.cli.report import read_run, write_curves, write_report
-from germline.cli.settings import recipe_of_run, replace_strategy
 from germline.cli.status import Status
 from germline.engine import loop, opening
 from germline.engine.drivers import Differentiate
@@ -55,7 +54,7 @@ def train(
     if not baseline:
         run_to_end(start(made, path, about=about_run, stop=limits), limits, as_json=output.json_)
         return
-    other = replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
+    other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
     other_path = path.with_name(path.name + "-backprop")
     check_baseline(other, other_path, chosen)
     summary = run_to_end(start(made, path, about=about_run, stop=limits), limits, as_json=False)
@@ -97,7 +96,7 @@ def resume(
         Journal.open(run)  # raises an error that says what is missing
     journal = Journal.open(run) if chosen.group.owns_journal else None
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
-    session = opening.resume(recipe_of_run(header, str(run), again.recipe, again.strategy), journal, chosen)
+    session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
     limits = stop.limits()
     run_to_end(session, limits if limits != Stop() else Stop.from_header(header["stop"]), as_json=json_)
 

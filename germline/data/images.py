@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from germline.data import fetch
 from germline.data.fetch import HOW_TO_PROVIDE, PUBLISHED, Bytes, MissingDataError, read_checked
@@ -133,7 +132,7 @@ def make_synthetic(shape: tuple[int, int, int]) -> Splits:
     channels, height, width = shape
     field, count = Field(SYNTHETIC_SEED), sum(SYNTHETIC_EXAMPLES)
 
-    def draw(members: int, generation: int, *size: int) -> Tensor:
+    def draw(members: int, generation: int, *size: int) -> torch.Tensor:
         span = (0, channels * size[0] * size[1])
         return field.members(range(members), generation).integers(span, Stream.BATCH).view(members, channels, *size)
 

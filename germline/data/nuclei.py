@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from germline.data.fetch import HOW_TO_PROVIDE, PUBLISHED, Bytes, fetch_url, find_file, write_cache
 from germline.data.splits import Splits
@@ -81,12 +80,12 @@ def read_archive(archive: bytes) -> list[Bytes]:
     return [x[:NUCLEI_TRAIN], y[:NUCLEI_TRAIN], x[NUCLEI_TRAIN:], y[NUCLEI_TRAIN:]]
 
 
-def as_images(pixels: Bytes) -> Tensor:
+def as_images(pixels: Bytes) -> torch.Tensor:
     """Return float images with one channel."""
     return torch.from_numpy(pixels.astype(np.float32))[:, None]
 
 
-def scale_images(pixels: Bytes) -> Tensor:
+def scale_images(pixels: Bytes) -> torch.Tensor:
     """Return each image scaled from 0 to 1, so that its exposure does not matter."""
     x = as_images(pixels)
     low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)

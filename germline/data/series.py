@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
 from germline.data.fetch import PUBLISHED, read_published
 from germline.data.splits import Splits
@@ -13,7 +12,7 @@ from germline.data.splits import Splits
 SERIES = PUBLISHED["series"]["files"]  # by file, where a series is published, and its SHA-256
 
 
-def load_series(file: str, columns: Sequence[int]) -> Tensor:
+def load_series(file: str, columns: Sequence[int]) -> torch.Tensor:
     """Return some columns of a published series: (times, columns)."""
     mirror, sha256 = SERIES[file]
     lines = read_published("timeseries", mirror, file, sha256).decode().splitlines()[1:]
@@ -21,7 +20,7 @@ def load_series(file: str, columns: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def make_windows(values: Tensor, cuts: Sequence[int], window: int, horizon: int) -> Splits:
+def make_windows(values: torch.Tensor, cuts: Sequence[int], window: int, horizon: int) -> Splits:
     """Return windows of all columns, with targets to forecast the last column from them.
 
     A target is the last known value of the last column, followed by the next ``horizon`` values. A window may begin

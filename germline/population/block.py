@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from germline.genome import Genome, Slot
 from germline.kernels import kernel_device
@@ -19,7 +18,7 @@ from germline.population.buffers import allocate
 from germline.strategies.candidates import Candidates
 
 # A function of tensors with the members first, and of which of them have members at all.
-BlockFunction = Callable[[list[Tensor], list[bool]], list[Tensor]]
+BlockFunction = Callable[[list[torch.Tensor], list[bool]], list[torch.Tensor]]
 
 
 @dataclass
@@ -30,15 +29,15 @@ class Generation:
     batch: Batch | None
     genome: Genome
     dtype: torch.dtype | None  # of the arithmetic; None where each parameter has its own
-    centers: dict[int, Tensor] = field(default_factory=dict)
+    centers: dict[int, torch.Tensor] = field(default_factory=dict)
     read_slots: set[int] = field(default_factory=set)  # the parameters that some layer has read
-    products: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    products: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def get_dtype(self, slot: Slot) -> torch.dtype:
         """Return the type in which a parameter is used."""
         return self.dtype or slot.dtype
 
-    def center(self, index: int) -> Tensor:
+    def center(self, index: int) -> torch.Tensor:
         """Return a parameter of the center, as a copy that begins at an aligned address."""
         if index not in self.centers:
             slot = self.genome.slots[index]
@@ -46,7 +45,7 @@ class Generation:
             self.centers[index] = copied.view(slot.shape).to(self.get_dtype(slot))
         return self.centers[index]
 
-    def share_product(self, layer: object, x: Tensor, product: Callable[[], Tensor]) -> Tensor:
+    def share_product(self, layer: object, x: torch.Tensor, product: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return a layer's product with x; where x is part of the batch, all blocks use the first block's product.
 
         Two threads that ask at the same time both compute it, with the same bits.
@@ -68,12 +67,12 @@ class Block:
 
     generation: Generation
     members: NDArray[np.int64]
-    vmap_index: Tensor | None = None  # a member's position in the block, as vmap shows it; None outside of vmap
+    vmap_index: torch.Tensor | None = None  # a member's position in the block, as vmap shows it; None outside of vmap
     single_member: int | None = None  # the position of the member that is evaluated alone, if one is
     functions: list[BlockFunction] = field(default_factory=list)  # those that vmap is calling now
     dropout_offset: int = 0  # elements of the dropout stream that have been used
-    weights_by_slot: dict[int, Tensor] = field(default_factory=dict)
-    vmap_weights: dict[int, Tensor] = field(default_factory=dict)  # the same tensors, as vmap shows them
+    weights_by_slot: dict[int, torch.Tensor] = field(default_factory=dict)
+    vmap_weights: dict[int, torch.Tensor] = field(default_factory=dict)  # the same tensors, as vmap shows them
 
     def __post_init__(self) -> None:
         candidates = self.generation.candidates
@@ -91,7 +90,7 @@ class Block:
         """Return a parameter's place in the genome."""
         return self.generation.genome.slots[index]
 
-    def weights(self, index: int) -> Tensor:
+    def weights(self, index: int) -> torch.Tensor:
         """Return a parameter of all members: (members, *shape)."""
         if index not in self.weights_by_slot:
             slot, candidates = self.slot(index), self.generation.candidates
@@ -105,7 +104,7 @@ class Block:
             self.generation.read_slots.add(index)
         return self.weights_by_slot[index]
 
-    def parameter(self, index: int) -> Tensor:
+    def parameter(self, index: int) -> torch.Tensor:
         """Return a parameter as the code of a module sees it: that of one member, of the usual shape."""
         if self.single_member is not None:
             return self.weights(index)[self.single_member]
@@ -113,12 +112,12 @@ class Block:
             (self.vmap_weights[index],) = self.call_once([], lambda inputs, batched: [self.weights(index)])
         return self.vmap_weights[index]
 
-    def call_once(self, inputs: Sequence[Tensor], function: BlockFunction) -> list[Tensor]:
+    def call_once(self, inputs: Sequence[torch.Tensor], function: BlockFunction) -> list[torch.Tensor]:
         """Have vmap call a function once for the whole block: its inputs and outputs have the members first."""
         assert self.vmap_index is not None
         self.functions.append(function)
         try:
-            outputs: list[Tensor] = layer(list(inputs), self.vmap_index, len(self.functions) - 1)
+            outputs: list[torch.Tensor] = layer(list(inputs), self.vmap_index, len(self.functions) - 1)
         finally:
             self.functions.pop()  # it refers to this block: a cycle, which would live until garbage is collected
         return outputs
@@ -132,32 +131,32 @@ class Block:
         slot = self.slot(index)
         return next((m for m in self.generation.candidates.field.matrices if m.start == slot.start), None)
 
-    def scales(self, index: int) -> Tensor:
+    def scales(self, index: int) -> torch.Tensor:
         """Return the factor of each member's noise, sigma with its sign, in the type of the center: (members,)."""
         self.generation.read_slots.add(index)
         candidates = self.generation.candidates
         signs = cached_tensor(self.noise.signs, candidates.center.device).to(candidates.center.dtype)
-        if isinstance(candidates.sigma, Tensor):
+        if isinstance(candidates.sigma, torch.Tensor):
             return signs
         return signs * scale_sigma(candidates.sigma, candidates.field.unit(self.matrix(index)), candidates.center)
 
-    def factors(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def factors(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B of each address: (addresses, rows, rank) and (addresses, columns, rank)."""
         matrix = self.matrix(index)
         assert matrix is not None
         a, b = self.unsigned_noise(slice(None)).factors(matrix)
         return a.to(dtype), b.to(dtype)
 
-    def dense_noise(self, index: int, dtype: torch.dtype) -> Tensor:
+    def dense_noise(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the integers of the dense noise of all addresses: (addresses, *shape)."""
         slot = self.slot(index)
         return self.unsigned_noise(slice(None)).integers((slot.start, slot.stop), dtype=dtype).view(-1, *slot.shape)
 
-    def dense_noise_at(self, index: int, address: int, dtype: torch.dtype) -> Tensor:
+    def dense_noise_at(self, index: int, address: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the dense noise of one address in a parameter's shape; times sigma where sigma is a vector."""
         slot, noise = self.slot(index), self.unsigned_noise(slice(address, address + 1))
         sigma = self.generation.candidates.sigma
-        if isinstance(sigma, Tensor):
+        if isinstance(sigma, torch.Tensor):
             sigma = sigma[slot.start : slot.stop]
             values = noise.perturb(torch.zeros_like(sigma), sigma, start=slot.start)
         else:
@@ -170,7 +169,7 @@ class Block:
         candidates = self.generation.candidates
         return self.unsigned_field.members(self.addresses[addresses], candidates.generation, candidates.center.device)
 
-    def draw_dropout_mask(self, shape: tuple[int, ...], probability: float) -> Tensor:
+    def draw_dropout_mask(self, shape: tuple[int, ...], probability: float) -> torch.Tensor:
         """Return which elements dropout keeps, a function of the members' addresses: (members, *shape)."""
         count = int(np.prod(shape))
         span = (self.dropout_offset, self.dropout_offset + count)
@@ -204,14 +203,14 @@ current_block = CurrentBlock()
 
 
 @torch.library.custom_op("germline::layer", mutates_args=())
-def layer(inputs: list[Tensor], vmap_index: Tensor, function: int) -> list[Tensor]:
+def layer(inputs: list[torch.Tensor], vmap_index: torch.Tensor, function: int) -> list[torch.Tensor]:
     """Fail: vmap calls ``call_block_function`` instead, and nothing else may call a layer of a block."""
     raise RuntimeError("A layer of a population module was called outside of vmap.")
 
 
 def call_block_function(
-    info: Any, in_dims: Any, inputs: list[Tensor], vmap_index: Tensor, function: int
-) -> tuple[list[Tensor], list[int]]:
+    info: Any, in_dims: Any, inputs: list[torch.Tensor], vmap_index: torch.Tensor, function: int
+) -> tuple[list[torch.Tensor], list[int]]:
     """Call a function of the current block with the members first: the rule of ``germline::layer`` under vmap."""
     batched = [dim is not None for dim in in_dims[0]]
     members_first = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(inputs, in_dims[0], strict=True)]

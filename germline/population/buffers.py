@@ -11,7 +11,6 @@ from math import prod
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 ALIGNMENT = 64  # bytes
 MAX_ARRAYS = 16  # of one size and thread
@@ -30,7 +29,7 @@ class Arrays(threading.local):
 arrays = Arrays()
 
 
-def allocate(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def allocate(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized tensor of like's type on its device, in memory that may have been used before."""
     size = prod(shape) * like.element_size()
     if like.device.type != "cpu" or like.dtype not in NUMPY_TYPES or size < MIN_BYTES:
@@ -54,6 +53,6 @@ def find_free_array(size: int) -> NDArray[np.uint8]:
     return array
 
 
-def stack(tensors: list[Tensor]) -> Tensor:
+def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the tensors stacked in memory of ``allocate``."""
     return torch.stack(tensors, out=allocate((len(tensors), *tensors[0].shape), tensors[0]))

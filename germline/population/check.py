@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from germline.errors import BadInput
@@ -272,18 +271,18 @@ def outputs_match(output: Any, expected: Any, tolerance: float = TOLERANCE) -> b
     return bool(b) and len(a) == len(b) and all(tensors_match(*pair, tolerance) for pair in zip(a, b, strict=True))
 
 
-def iterate_leaves(output: Any) -> Iterator[Tensor]:
+def iterate_leaves(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors and numbers of an output."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         output = [getattr(output, f.name) for f in dataclasses.fields(output)]
-    if isinstance(output, Tensor | int | float):
+    if isinstance(output, torch.Tensor | int | float):
         yield torch.as_tensor(output)
     elif isinstance(output, Mapping | list | tuple):
         for item in output.values() if isinstance(output, Mapping) else output:
             yield from iterate_leaves(item)
 
 
-def tensors_match(tensor: Tensor, expected: Tensor, tolerance: float) -> bool:
+def tensors_match(tensor: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     """Return whether tensors are equal except for rounding, and for a few elements on the other side of a threshold.
 
     Those are scattered: a column or channel that is wrong in most places is wrong.

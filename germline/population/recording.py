@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from germline.kernels.recorded import Recorded
@@ -25,7 +24,7 @@ class Recording:
         device: the GPU.
     """
 
-    def __init__(self, evaluate: Callable[[Candidates, Batch], Tensor], device: torch.device) -> None:
+    def __init__(self, evaluate: Callable[[Candidates, Batch], torch.Tensor], device: torch.device) -> None:
         self.evaluate = evaluate
         self.live = LiveScalars(device)
         self.recorded = Recorded(self._score_tensors, doubted=True)
@@ -35,33 +34,33 @@ class Recording:
         """Return whether the next generation is launched without running any code of the module."""
         return self.recorded.trusted
 
-    def scores(self, candidates: Candidates, batch: Batch) -> Tensor:
+    def scores(self, candidates: Candidates, batch: Batch) -> torch.Tensor:
         """Return the scores of a generation, on the device."""
         if self.recorded.failed:
             return self.evaluate(candidates, batch)
         sigma = candidates.sigma
-        sigmas = [sigma] if isinstance(sigma, Tensor) else []
+        sigmas = [sigma] if isinstance(sigma, torch.Tensor) else []
         assert isinstance(candidates.generation, int)
         assert not isinstance(sigma, LiveScalars)
-        self.live.set(candidates.generation, 0.0 if isinstance(sigma, Tensor) else sigma)
+        self.live.set(candidates.generation, 0.0 if isinstance(sigma, torch.Tensor) else sigma)
         self.candidates, self.batch = candidates, batch
         return self.recorded(candidates.center, *sigmas, *iterate_tensors([batch.args, batch.kwargs, batch.target]))
 
-    def _score_tensors(self, center: Tensor, *tensors: Tensor) -> Tensor:
+    def _score_tensors(self, center: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the scores where theta, sigma and the batch are in the memory that the graph reads."""
         remaining, batch = iter(tensors), self.batch
-        sigma = next(remaining) if isinstance(self.candidates.sigma, Tensor) else self.live
+        sigma = next(remaining) if isinstance(self.candidates.sigma, torch.Tensor) else self.live
         parts = (batch.args, batch.kwargs, batch.target)
-        args, kwargs, target = tree_map(lambda x: next(remaining) if isinstance(x, Tensor) else x, parts)
+        args, kwargs, target = tree_map(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, parts)
         candidates = replace(self.candidates, generation=self.live.generation, center=center, sigma=sigma)
         return self.evaluate(candidates, Batch(args, kwargs, target, batch.size))
 
 
 def describe_batch(batch: Batch) -> Any:
     """Return what two batches must have in common for the same kernels, or None if a batch has unknown objects."""
-    if not batch.kwargs and all(isinstance(x, Tensor) for x in (*batch.args, batch.target)):
+    if not batch.kwargs and all(isinstance(x, torch.Tensor) for x in (*batch.args, batch.target)):
         return tuple((x.shape, x.dtype, x.stride()) for x in (*batch.args, batch.target))
     leaves, spec = tree_flatten((batch.args, batch.kwargs, batch.target))
-    if not all(isinstance(x, Tensor | int | float | str | None) for x in leaves):
+    if not all(isinstance(x, torch.Tensor | int | float | str | None) for x in leaves):
         return None
-    return str(spec), repr([(x.shape, x.dtype, x.stride()) if isinstance(x, Tensor) else x for x in leaves])
+    return str(spec), repr([(x.shape, x.dtype, x.stride()) if isinstance(x, torch.Tensor) else x for x in leaves])

@@ -4,7 +4,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from germline.kernels import kernel_device, kernels_for
 from germline.noise import cached_tensor
@@ -17,7 +16,7 @@ from germline.population.rules.pending import apply_epilogue
 LARGEST_KERNEL = 49  # places of a filter, up to which the noise has a kernel
 
 
-def convolution(call: LayerCall) -> Tensor:
+def convolution(call: LayerCall) -> torch.Tensor:
     """Compute a convolution for all members."""
     (x,), module = call.inputs, call.module
     has_examples = x.dim() - call.batched[0] == len(module.kernel_size) + 2  # and is not a single image
@@ -30,14 +29,14 @@ def convolution(call: LayerCall) -> Tensor:
     return convolve_per_member(call)
 
 
-def has_kernel(module: Any, x: Tensor) -> bool:
+def has_kernel(module: Any, x: torch.Tensor) -> bool:
     """Return whether the noise of each member has a kernel: for small filters with plain padding, on a GPU."""
     is_plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
     is_small = len(module.kernel_size) <= 2 and prod(module.kernel_size) <= LARGEST_KERNEL
     return is_plain and is_small and x.dtype != torch.float64 and kernel_device(x.device).type == "cuda"
 
 
-def convolve_with_kernel(call: LayerCall, x: Tensor) -> Tensor:
+def convolve_with_kernel(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
     """Do one large convolution with the center's filters; a kernel adds the noise of each member."""
     block, index, module = call.block, call.layer.slots["weight"], call.module
     a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
@@ -62,7 +61,7 @@ def as_image(sizes: Any, *, missing: int = 1) -> tuple[int, ...]:
     return (missing, *sizes) if len(sizes) == 1 else tuple(sizes)
 
 
-def convolve_per_member(call: LayerCall) -> Tensor:
+def convolve_per_member(call: LayerCall) -> torch.Tensor:
     """Convolve member by member: one grouped convolution for all members is slower in torch."""
     bias = call.optional_weights("bias")
     biases = [None] * call.block.size if bias is None else bias

@@ -4,7 +4,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from germline.kernels import kernel_device, kernels_for
 from germline.population.rules.layer import LayerCall
@@ -19,7 +18,7 @@ def has_norm_kernel(module: Any, arguments: dict[str, Any]) -> bool:
     return fits and {"weight", "bias"} <= set(module.trained_slots) and kernel_device(x.device).type == "cuda"
 
 
-def layer_norm(call: LayerCall) -> Tensor:
+def layer_norm(call: LayerCall) -> torch.Tensor:
     """Normalize for all members."""
     (x,) = call.inputs_of_members()
     rows = x.reshape(len(x), -1, prod(call.module.normalized_shape)).contiguous()

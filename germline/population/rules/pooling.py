@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
 def max_pool2d(
-    x: Tensor,
+    x: torch.Tensor,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -53,5 +52,5 @@ class FasterFunctions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, or its faster form if its first argument is a plain tensor."""
-        is_plain = bool(args) and type(args[0]) is Tensor
+        is_plain = bool(args) and type(args[0]) is torch.Tensor
         return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **(kwargs or {}))
