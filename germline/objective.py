@@ -405,17 +405,14 @@ def build_objective(
     Raises:
         BadInput: Not exactly one of ``loss``, ``score`` and ``objective`` is given, or a loss is to be maximized.
     """
-    names = [name for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None]
-    if len(names) != 1:
-        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(names) or 'none'}.")
-    if loss is not None:
-        if maximize:
-            raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
-        return Objective(loss, False, metrics=metrics)
-    if score is not None:
-        return Objective(score, True if maximize is None else maximize, metrics=metrics)
-    assert objective is not None
-    return Objective(objective, bool(maximize), of_model=True, metrics=metrics)
+    functions = {name: f for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None}
+    if len(functions) != 1:
+        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(functions) or 'none'}.")
+    ((name, function),) = functions.items()
+    if name == "loss" and maximize:
+        raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
+    larger_is_better = name == "score" if maximize is None else maximize
+    return Objective(function, larger_is_better, of_model=name == "objective", metrics=metrics)
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

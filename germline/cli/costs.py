@@ -38,7 +38,7 @@ from germline.fleet import Local
 from germline.fleet.spmd.exchange import Mode, check_exchange
 from germline.objective import Batch
 from germline.population import even_block, single_threaded_torch
-from germline.recipes.recipe import Recipe
+from germline.recipes import Recipe
 from germline.strategies import GA, SNES, AnyStrategy, GenerationResult, MuLambda, OpenAIES, pack
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # the simplest first

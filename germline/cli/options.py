@@ -14,8 +14,7 @@ from germline.errors import BadInput, unknown_name
 from germline.fleet.spmd.fleet import TIMEOUT
 from germline.noise import check_whole_number
 from germline.population import DType
-from germline.recipes import RECIPES, make_recipe, recipe_address
-from germline.recipes.recipe import Recipe
+from germline.recipes import RECIPES, Recipe, make_recipe, recipe_address
 from germline.strategies import AnyStrategy, find_strategy
 from germline.strategies.settings import parse_setting
 

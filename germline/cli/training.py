@@ -25,8 +25,7 @@ from germline.errors import BadInput, unknown_name
 from germline.fleet import SPMD, Elastic, Fleet, Local
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
-from germline.recipes import make_recipe
-from germline.recipes.recipe import Recipe
+from germline.recipes import Recipe, make_recipe
 
 
 @command

@@ -6,11 +6,10 @@ import importlib.util
 import inspect
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from germline.errors import BadInput, unknown_name
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
@@ -95,7 +94,7 @@ def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
     """
     maker = find_recipe(name)
     parameters = inspect.signature(maker).parameters
-    types = typing.get_type_hints(maker)
+    types = get_type_hints(maker)
     values: dict[str, Any] = {"seed": seed} if "seed" in parameters else {}
     for key, text in settings.items():
         if key not in parameters:

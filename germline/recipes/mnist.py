@@ -1,7 +1,6 @@
 """MNIST's handwritten digits by a net with one hidden layer, and by a small convolutional one."""
 
-import typing
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ def mnist_mlp(
 
     The learning rate falls to 0 over ``steps`` generations.
     """
-    check_choice("machine", machine, typing.get_args(Machine))
+    check_choice("machine", machine, get_args(Machine))
     usual_width, population, usual_batch, sigma, usual_steps = SIZES[machine]
     width, steps = hidden or usual_width, steps or usual_steps
     model = seeded(seed, lambda: nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10)))

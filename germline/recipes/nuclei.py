@@ -3,8 +3,7 @@
 Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heterogeneous Computing Environments", 2022.
 """
 
-import typing
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +92,7 @@ def unet_nuclei(
     *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
 ) -> Recipe:
     """Segment cell nuclei by a U-Net of 7,465 or 1,946,305 parameters, trained on squares, measured on whole images."""
-    check_choice("size", size, typing.get_args(Size))
+    check_choice("size", size, get_args(Size))
     if crop < 16 or 256 % crop:
         raise BadInput(f"The setting crop must be at least 16 and divide images of 256 pixels evenly, not {crop}.")
     data = load_nuclei()

@@ -1,7 +1,6 @@
 """Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by their accuracy."""
 
-import typing
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ class Binary(nn.Linear):
 
 def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "real") -> Recipe:
     """Classify digits of 8 x 8 pixels by neurons that are on or off, of real or binary weights, scored by accuracy."""
-    check_choice("weights", weights, typing.get_args(Weights))
+    check_choice("weights", weights, get_args(Weights))
     layer = nn.Linear if weights == "real" else Binary
     data = load_digits()
     return Recipe(
