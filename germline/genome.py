@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from germline.errors import BadInput
 
@@ -67,9 +67,8 @@ class Genome:
             if nn.parameter.is_lazy(parameter):
                 raise BadInput(f"Parameter {name} has no shape yet: run the module once on a batch before training it.")
             if not parameter.dtype.is_floating_point:
-                raise BadInput(
-                    f"Parameter {name} is {parameter.dtype}; only real floating-point parameters can be trained."
-                )
+                reason = "only real floating-point parameters can be trained"
+                raise BadInput(f"Parameter {name} is {parameter.dtype}; {reason}.")
             names.setdefault(parameter, []).append(name)
         if not names:
             raise BadInput("The module has no trainable parameters: every parameter is frozen, or there are none.")
@@ -116,7 +115,7 @@ class Genome:
             slots.append(Slot(name, tuple(shape), dtype, slots[-1].stop if slots else 0, tuple(aliases)))
         return cls(tuple(slots))
 
-    def read(self, module: nn.Module, device: torch.device | str | None = None) -> torch.Tensor:
+    def read(self, module: nn.Module, device: torch.device | str | None = None) -> Tensor:
         """Return the module's weights as a new theta.
 
         Args:
@@ -133,7 +132,7 @@ class Genome:
         return theta
 
     @torch.no_grad()
-    def write(self, theta: torch.Tensor, module: nn.Module) -> None:
+    def write(self, theta: Tensor, module: nn.Module) -> None:
         """Copy theta into the module's parameters; nothing else of the module changes.
 
         Args:
@@ -147,7 +146,7 @@ class Genome:
         for slot, parameter in zip(self.slots, self.parameters(module), strict=True):
             parameter.copy_(views[slot.name])
 
-    def views(self, theta: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, theta: Tensor) -> dict[str, Tensor]:
         """Return theta as named parameters, aliases included, ready for ``torch.func.functional_call``.
 
         Args:
@@ -160,9 +159,8 @@ class Genome:
             BadInput: if theta has another size.
         """
         if theta.shape[-1:] != (self.size,):
-            raise BadInput(
-                f"Theta has shape {tuple(theta.shape)}, but the module has {self.size} trainable parameters."
-            )
+            expected = f"the module has {self.size} trainable parameters"
+            raise BadInput(f"Theta has shape {tuple(theta.shape)}, but {expected}.")
         named = {}
         for slot in self.slots:
             view = theta[..., slot.start : slot.stop].view((*theta.shape[:-1], *slot.shape)).to(slot.dtype)
@@ -233,7 +231,7 @@ def frozen_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def theta_sha256(theta: torch.Tensor) -> str:
+def theta_sha256(theta: Tensor) -> str:
     """Return the hash of a flat vector: of its little-endian bytes, in layout order."""
     array = theta.detach().cpu().contiguous().numpy()
     return hashlib.sha256(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from germline.errors import BadInput
@@ -25,6 +25,7 @@ EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
 GPU_SHARE = 16  # a data set is copied to a GPU if it takes at most 1/16 of the GPU's memory
 
 Metric = Callable[[Any, Any], Any]
+Function = Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,12 @@ class Batch:
         """Return the batch on another device."""
         return self._map(lambda tensor: move_tensor(tensor, device), self.size)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], size: int) -> "Batch":
+    def _map(self, function: Callable[[Tensor], Tensor], size: int) -> "Batch":
         args, kwargs, target = map_tensors(function, (self.args, self.kwargs, self.target))
         return Batch(args, kwargs, target, size)
 
 
-def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device; an inference tensor as a copy of which torch counts the changes."""
     if not tensor.is_inference():
         return tensor.to(device)
@@ -102,9 +103,9 @@ def move_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device).clone()
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return nested dicts, lists and tuples with ``function(tensor)`` in place of each tensor."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
@@ -114,9 +115,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     return value
 
 
-def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested dicts, lists and tuples, in order."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
@@ -127,7 +128,7 @@ def count_examples(target: Any) -> int:
     """Return the length of the first tensor of a target, or 1 if it has none."""
     while isinstance(target, Mapping | list | tuple):
         target = next(iter(target.values() if isinstance(target, Mapping) else target))
-    return int(target.shape[0]) if isinstance(target, torch.Tensor) and target.dim() else 1
+    return int(target.shape[0]) if isinstance(target, Tensor) and target.dim() else 1
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Data:
         items = source.items() if isinstance(source, Mapping) else enumerate(source)
         tensors = {str(key): value for key, value in items}
         for key, value in tensors.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 raise BadInput(f"Part {key} of the {name} set is a {type(value).__name__}, not a tensor.")
             check_tensor(value, f"part {key} of the {name} set")
         lengths = {key: int(value.shape[0]) if value.dim() else 0 for key, value in tensors.items()}
@@ -186,7 +187,7 @@ class Data:
         if not length:
             raise BadInput(f"The {name} set is empty.")
         size = sum(value.nbytes for value in tensors.values())
-        copies: dict[torch.device, list[torch.Tensor]] = {}  # of the whole set, on the GPUs that have room for it
+        copies: dict[torch.device, list[Tensor]] = {}  # of the whole set, on the GPUs that have room for it
 
         def get(index: NDArray[np.int64], device: torch.device) -> Any:
             if device not in copies:
@@ -264,12 +265,12 @@ def seeded_generators(seed: int) -> Iterator[None]:
         torch.set_rng_state(before[2])
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor's elements, in row-major order."""
     return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def check_tensor(tensor: torch.Tensor, what: str) -> None:
+def check_tensor(tensor: Tensor, what: str) -> None:
     """Raise ``BadInput`` if a tensor holds NaN or infinite values."""
     if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
         raise BadInput(f"There are NaN or infinite values in {what}: clean the data before training on it.")
@@ -355,17 +356,16 @@ class Objective:
                 if batch is not None:
                     output = module(*batch.args, **batch.kwargs)
                 score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
-            size = score.numel() if isinstance(score, torch.Tensor) else np.size(score)
+            size = score.numel() if isinstance(score, Tensor) else np.size(score)
             if size == 1:
                 float(score)  # raises if it is not a number
         except Exception as error:
             shapes = [tuple(tensor.shape) for tensor in iterate_tensors([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"
-            raise BadInput(
-                f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
-            ) from error
+            message = f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
+            raise BadInput(message) from error
         if size != 1:
-            shape = tuple(score.shape) if isinstance(score, torch.Tensor) else np.shape(score)
+            shape = tuple(score.shape) if isinstance(score, Tensor) else np.shape(score)
             raise BadInput(f"The loss or score must be one number, but has shape {shape}: take its mean, for instance.")
         if self.metrics is None:
             return replace(self, metrics=default_metrics(output, batch.target) if batch is not None else {})
@@ -391,11 +391,7 @@ class Objective:
 
 
 def build_objective(
-    loss: Callable[..., Any] | None,
-    score: Callable[..., Any] | None,
-    objective: Callable[..., Any] | None,
-    maximize: bool | None,
-    metrics: Mapping[str, Metric] | None,
+    loss: Function, score: Function, objective: Function, maximize: bool | None, metrics: Mapping[str, Metric] | None
 ) -> Objective:
     """Return the objective of the arguments of ``gl.train``.
 
@@ -409,20 +405,17 @@ def build_objective(
     Raises:
         BadInput: Not exactly one of ``loss``, ``score`` and ``objective`` is given, or a loss is to be maximized.
     """
-    names = [name for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None]
-    if len(names) != 1:
-        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(names) or 'none'}.")
-    if loss is not None:
-        if maximize:
-            raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
-        return Objective(loss, False, metrics=metrics)
-    if score is not None:
-        return Objective(score, True if maximize is None else maximize, metrics=metrics)
-    assert objective is not None
-    return Objective(objective, bool(maximize), of_model=True, metrics=metrics)
+    functions = {name: f for name, f in (("loss", loss), ("score", score), ("objective", objective)) if f is not None}
+    if len(functions) != 1:
+        raise BadInput(f"Give exactly one of loss, score and objective; got {' and '.join(functions) or 'none'}.")
+    ((name, function),) = functions.items()
+    if name == "loss" and maximize:
+        raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
+    larger_is_better = name == "score" if maximize is None else maximize
+    return Objective(function, larger_is_better, of_model=name == "objective", metrics=metrics)
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """Return the fraction of examples whose largest output is at the index that the target names.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
@@ -433,11 +426,9 @@ def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
     """Return accuracy as the only metric where output and target look like classes, else none."""
-    tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-    classes = (
-        tensors and output.dim() == 2 and output.shape[1] > 1 and target.dtype == torch.int64 and target.dim() == 1
-    )
-    return {"accuracy": accuracy} if classes else {}
+    has_classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
+    has_scores = isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1
+    return {"accuracy": accuracy} if has_classes and has_scores else {}
 
 
 def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:

@@ -4,7 +4,7 @@ import sys
 import warnings
 from typing import Any
 
-from germline.cli import comparing, inspecting, planning, serving, training  # noqa: F401  # they add their commands
+from germline.cli import comparing, inspecting, planning, serving, training  # they add their commands
 from germline.cli.app import app
 from germline.fleet.spmd.launch import find_launch
 from germline.population import SlowPath

@@ -5,38 +5,20 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Table
+from typer import Option
 
-from germline.cli.app import command
-from germline.cli.comparison import (
-    Comparison,
-    Variant,
-    choose_metric,
-    column_names,
-    expand_grid,
-    explain_table,
-    format_options,
-    format_row,
-    write_comparison,
-)
-from germline.cli.options import (
-    ComparisonOptions,
-    MachineOptions,
-    OutputOptions,
-    RecipeName,
-    StopOptions,
-    StrategyName,
-)
+from germline.cli import comparison as comparing
+from germline.cli.app import command, print_table
+from germline.cli.comparison import Comparison, Variant, format_options
+from germline.cli.options import ComparisonOptions, MachineOptions, OutputOptions, RecipeName, StopOptions, StrategyName
 from germline.errors import BadInput
 from germline.recipes import recipe_address
-from germline.strategies.registry import find_strategy
+from germline.strategies import find_strategy
 
 STANDARD = "openai-es,snes,mu-lambda,ga,pso,gradient"  # what is compared by default
 SECONDS = 60.0  # of each run, if no limit is given
 WIDTH = 200  # characters of a table that is not for a terminal
-Seeds = Annotated[int, typer.Option(min=1, help="number of runs of each, with seeds 0, 1, ...")]
+Seeds = Annotated[int, Option(min=1, help="number of runs of each, with seeds 0, 1, ...")]
 
 
 @command
@@ -46,11 +28,11 @@ def compare(
     machine: MachineOptions,
     output: OutputOptions,
     options: ComparisonOptions,
-    strategies: Annotated[str, typer.Option(help="names or module:Class of strategies, with commas")] = STANDARD,
+    strategies: Annotated[str, Option(help="names or module:Class of strategies, with commas")] = STANDARD,
     seeds: Seeds = 3,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="STRATEGY.KEY of a strategy, or recipe.KEY of the recipe"),
+        Option("--set", metavar="KEY=VALUE", help="STRATEGY.KEY of a strategy, or recipe.KEY of the recipe"),
     ] = None,
 ) -> None:
     """Train a recipe by several strategies under one budget, with several seeds; started again, it goes on."""
@@ -83,7 +65,7 @@ def sweep(
     options: ComparisonOptions,
     settings: Annotated[
         list[str],
-        typer.Option("--set", metavar="KEY=V1,V2", help="values of a setting, or of recipe.KEY; together a grid"),
+        Option("--set", metavar="KEY=V1,V2", help="values of a setting, or of recipe.KEY; together a grid"),
     ],
     strategy: StrategyName = None,
     seeds: Seeds = 1,
@@ -93,7 +75,7 @@ def sweep(
     outside = strategy if strategy is not None and ":" in strategy else None
     variants = tuple(
         Variant(",".join(chosen).replace("/", "|"), tuple(word for one in chosen for word in ("--set", one)), outside)
-        for chosen in expand_grid(settings)
+        for chosen in comparing.expand_grid(settings)
     )
     folder = output.runs / (output.name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
     comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, options.jobs)
@@ -116,18 +98,16 @@ def show_comparison(comparison: Comparison, metric: str | None, title: str, *, a
     except KeyboardInterrupt:
         print("the same command goes on from here", file=sys.stderr)
         raise
-    chosen = choose_metric(trials, metric)
+    chosen = comparing.choose_metric(trials, metric)
     file = comparison.folder / "report.html"
-    rows = write_comparison(trials, chosen, file, title)
+    rows = comparing.write_comparison(trials, chosen, file, title)
     if as_json:
         print(json.dumps({"metric": chosen, "report": str(file), "rows": rows}))
         return
-    table = Table(*column_names(chosen), box=None, pad_edge=False)
-    for row in rows:
-        if "median" in row:
-            table.add_row(*format_row(row))
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
-    print(explain_table(comparison.seeds))
+    cells = [comparing.format_row(row) for row in rows if "median" in row]
+    width = None if sys.stdout.isatty() else WIDTH
+    print_table(comparing.column_names(chosen), cells, width, box=None, pad_edge=False)
+    print(comparing.explain_table(comparison.seeds))
     for row in rows:
         if "failure" in row:
             print(f"{row['variant']}: {row['failure']}")

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from germline.cli.report import NO_CURVES, embed_figure, render_page, render_table
+from germline.cli.report import draw_figure, render_page, render_table
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.engine.stopping import lower_is_better
@@ -100,7 +100,6 @@ class Comparison:
         variants: The ways to train that are compared.
         seeds: Runs of each variant, with seeds 0, 1, ...
         jobs: Runs at the same time.
-        say: Shows a line of progress.
         processes: The processes that were started.
         interrupted: Set once the user or a run has interrupted the comparison.
     """
@@ -111,7 +110,6 @@ class Comparison:
     variants: tuple[Variant, ...]
     seeds: int
     jobs: int = 1
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     processes: "list[subprocess.Popen[str]]" = field(default_factory=list)
     interrupted: threading.Event = field(default_factory=threading.Event)
 
@@ -123,11 +121,8 @@ class Comparison:
             KeyboardInterrupt: The comparison was interrupted; it can be run again to go on.
         """
         self.claim()
-        trials = [
-            Trial(variant, seed, self.folder / f"{variant.name}-{seed}")
-            for seed in range(self.seeds)
-            for variant in self.variants
-        ]
+        pairs = itertools.product(range(self.seeds), self.variants)
+        trials = [Trial(variant, seed, self.folder / f"{variant.name}-{seed}") for seed, variant in pairs]
         with ThreadPoolExecutor(self.jobs) as threads, interruptible():
             try:
                 list(threads.map(self.carry_out, trials))
@@ -157,7 +152,7 @@ class Comparison:
         if self.interrupted.is_set() or trial.load():
             return
         resumed = trial.has_journal
-        self.say(f"{trial.title}{': resumed' if resumed else ''}")
+        print(f"{trial.title}{': resumed' if resumed else ''}", file=sys.stderr, flush=True)
         options = ["--seed", str(trial.seed), "--runs", str(self.folder), "--name", trial.path.name]
         new = ["train", self.recipe, *trial.variant.arguments, *self.common, *options]
         again = ["resume", str(trial.path), *format_options(recipe=self.recipe, strategy=trial.variant.strategy)]
@@ -168,7 +163,7 @@ class Comparison:
         if process.returncode == INTERRUPTED:
             self.interrupted.set()
         elif not trial.load() and self.jobs > 1:  # with one job the error has been shown
-            self.say(f"{trial.title}: {trial.failure}")
+            print(f"{trial.title}: {trial.failure}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -308,22 +303,19 @@ def write_comparison(trials: Sequence[Trial], metric: str, file: Path, title: st
 
 def draw_curves(trials: Sequence[Trial], metric: str) -> str:
     """Return the metric against time, passes and samples: medians of the seeds, with a band between quartiles."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return NO_CURVES
-    figure = Figure(figsize=(13, 4.2), layout="constrained")
-    for axis, (along, label) in zip(figure.subplots(1, len(AXES)), AXES.items(), strict=True):
-        for name, group in group_by_variant(trials).items():
-            lines = [line for trial in group if (line := curve_points(trial, metric, along))]
-            if lines:
-                x, low, middle, high = quartile_band(lines)
-                axis.plot(x, middle, label=name, lw=1.3)
-                axis.fill_between(x, low, high, alpha=0.2)
-        axis.set(xlabel=label, ylabel=metric.replace("_", " "))
-        axis.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8)
-    return embed_figure(figure)
+
+    def draw(axes: Any) -> None:
+        for axis, (along, label) in zip(axes[0], AXES.items(), strict=True):
+            for name, group in group_by_variant(trials).items():
+                lines = [line for trial in group if (line := curve_points(trial, metric, along))]
+                if lines:
+                    x, low, middle, high = quartile_band(lines)
+                    axis.plot(x, middle, label=name, lw=1.3)
+                    axis.fill_between(x, low, high, alpha=0.2)
+            axis.set(xlabel=label, ylabel=metric.replace("_", " "))
+        axes[0][0].legend(fontsize=8)
+
+    return draw_figure(draw, (13, 4.2), 1, len(AXES))
 
 
 def curve_points(trial: Trial, metric: str, along: str) -> list[tuple[float, float]]:

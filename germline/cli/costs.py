@@ -21,13 +21,12 @@ that sends most, the memory is that of the worker that holds most. The padding o
 worker, and evaluation during an exchange are left out.
 """
 
-import dataclasses
 import itertools
 import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -39,13 +38,12 @@ from germline.fleet import Local
 from germline.fleet.spmd.exchange import Mode, check_exchange
 from germline.objective import Batch
 from germline.population import even_block, single_threaded_torch
-from germline.recipes.recipe import Recipe
+from germline.recipes import Recipe
 from germline.strategies import GA, SNES, AnyStrategy, GenerationResult, MuLambda, OpenAIES, pack
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # the simplest first
 SCORE_BYTES = 4  # bytes of a score, and of an integer of a sum
 
-MODELED = ("openai-es", "snes", "mu-lambda", "ga", "pso")
 LATENCY = 3e-4  # seconds of a message by gloo, between two processes of one machine
 LOOPBACK = 2e9  # bytes a second within a machine
 LEAST_GAIN = 0.01  # by how much a mode must be faster to be chosen over a simpler one
@@ -159,17 +157,12 @@ def count_asked_arrays(strategy: AnyStrategy, population: int | None = None) -> 
     Raises:
         BadInput: There is no cost model for the strategy.
     """
-    settings: Any = strategy
-    match strategy.name:
-        case "openai-es":
-            return 1
-        case "snes":
-            return 2
-        case "mu-lambda" | "ga":
-            return int(settings.parents)
-        case "pso":
-            return (population or strategy.population) + 1
-    raise BadInput(f"There is no cost model for the strategy {strategy.name!r}: plan one of {', '.join(MODELED)}.")
+    parents = strategy.parents if isinstance(strategy, GA | MuLambda) else 0
+    members = population or strategy.population
+    arrays = {"openai-es": 1, "snes": 2, "mu-lambda": parents, "ga": parents, "pso": members + 1}
+    if strategy.name not in arrays:
+        raise BadInput(f"There is no cost model for the strategy {strategy.name!r}: plan one of {', '.join(arrays)}.")
+    return arrays[strategy.name]
 
 
 def count_summed_arrays(strategy: AnyStrategy) -> int:
@@ -187,13 +180,7 @@ def can_exchange(mode: Mode, strategy: AnyStrategy) -> bool:
 
 
 def predict_cost(
-    rates: Rates,
-    strategy: AnyStrategy,
-    parameters: int,
-    population: int,
-    mode: Mode,
-    workers: int,
-    network: Network,
+    rates: Rates, strategy: AnyStrategy, parameters: int, population: int, mode: Mode, workers: int, network: Network
 ) -> Cost | None:
     """Return what a generation costs, or None where the strategy cannot be run in this mode.
 
@@ -328,7 +315,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 
-def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", seed: int = 0) -> Rates:
+def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto") -> Rates:
     """Measure how fast one core of this machine's CPU, or a whole GPU, is at a recipe, in about five seconds.
 
     An update is measured at two populations, which separates the part that grows with the population from the rest.
@@ -337,16 +324,15 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto", s
         recipe: The recipe; its strategy is not used.
         strategy: The strategy.
         device: The device to measure.
-        seed: The seed of the noise.
 
     Raises:
         BadInput: There is no cost model for the strategy.
     """
     count_asked_arrays(strategy)
     if strategy.needs_probe:
-        strategy = dataclasses.replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
+        strategy = replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
     with single_threaded_torch():
-        session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed)
+        session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed=0)
         batch = session.batch(0)
         session.prepare(batch)
         few, many = measure_updates(session)
@@ -369,7 +355,7 @@ def with_population(session: Session, population: int) -> Any:
     least = 2 * strategy.parents if isinstance(strategy, GA | MuLambda) else 2
     tied: dict[str, Any] = {"shards": 1} if isinstance(strategy, OpenAIES | SNES) else {}
     tied |= {"utilities": None} if isinstance(strategy, SNES) else {}
-    changed = dataclasses.replace(strategy, population=max(least, population + population % 2), **tied)
+    changed = replace(strategy, population=max(least, population + population % 2), **tied)
     return changed.bind(session.scorer.genome)
 
 
@@ -408,12 +394,9 @@ def measure_update(session: Session, population: int) -> MeasuredUpdate:
 
     tell()  # compiles, and makes a State with all of its arrays
     seconds = median_seconds(tell, TELL_SECONDS)
-    arrays = [
-        tensor for tensor in pack(state)[1].values() if tensor.ndim and tensor.shape[-1] == session.scorer.genome.size
-    ]
-    return MeasuredUpdate(
-        strategy.population, seconds, sum(array.numel() for array in arrays) // session.scorer.genome.size
-    )
+    size = session.scorer.genome.size
+    elements = sum(array.numel() for array in pack(state)[1].values() if array.ndim and array.shape[-1] == size)
+    return MeasuredUpdate(strategy.population, seconds, elements // size)
 
 
 def measure_member(session: Session, batch: Batch | None) -> float:

@@ -3,20 +3,18 @@
 import copy
 import hashlib
 import platform
-import sqlite3
 import tempfile
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from timeit import repeat
+from timeit import repeat, timeit
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline import noise
 from germline.engine.journal import connect
@@ -24,7 +22,6 @@ from germline.engine.session import Session
 from germline.fleet import Local
 from germline.kernels import Address, kernel_device, reference
 from germline.machine import processor_name
-from germline.noise import VALUES, Field
 from germline.objective import Batch, Objective
 from germline.strategies import OpenAIES
 from germline.version import __version__
@@ -69,23 +66,21 @@ def has_exact_noise(device: torch.device) -> bool:
     """Return whether a slice of the noise field has the same bits on a device as by the definition."""
     low, high = noise.DIGEST_SPAN
     address = Address(0xF123456789ABCDEF, 0, 2**32 - 1, np.array([5, 2**32 - 1]), low)
-    expected = reference.draw_integers(address, high - low, VALUES["popcount"].reading).astype(np.int8)
+    expected = reference.draw_integers(address, high - low, noise.VALUES["popcount"].reading).astype(np.int8)
     return noise.field_digest(device) == hashlib.sha256(expected.tobytes()).hexdigest()
 
 
 def measure_noise(device: torch.device) -> dict[str, str]:
     """Return how fast a device perturbs parameters, and sums the noise of members."""
-    few = Field(1).members(range(MEMBERS), 0, device)
+    few = noise.Field(1).members(range(MEMBERS), 0, device)
     theta = torch.zeros(PARAMETERS, device=device)
 
-    def rate(work: Callable[[], torch.Tensor]) -> str:
+    def rate(work: Callable[[], Tensor]) -> str:
         seconds = least_seconds(lambda: work()[..., :1].cpu(), 4)  # waits for the device
         return f"{MEMBERS * PARAMETERS / seconds / 1e9:.2f}e9 elements/s"
 
-    return {
-        "perturb": rate(lambda: few.perturb(theta, 0.01)),
-        "accumulate": rate(lambda: few.accumulate(list(range(MEMBERS)), (0, PARAMETERS))),
-    }
+    accumulate = rate(lambda: few.accumulate(list(range(MEMBERS)), (0, PARAMETERS)))
+    return {"perturb": rate(lambda: few.perturb(theta, 0.01)), "accumulate": accumulate}
 
 
 def measure_generation(device: torch.device, rank: int | None) -> str:
@@ -117,9 +112,6 @@ def commit_seconds() -> float:
         connection = connect(Path(directory) / "try.sqlite")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("CREATE TABLE t (x BLOB)")
-        start = time.perf_counter()
-        for _ in range(20):
-            connection.execute("INSERT INTO t VALUES (?)", (sqlite3.Binary(bytes(1024)),))
-        seconds = (time.perf_counter() - start) / 20
+        seconds = timeit(lambda: connection.execute("INSERT INTO t VALUES (?)", (bytes(1024),)), number=20)
         connection.close()
-    return seconds
+    return seconds / 20

@@ -6,15 +6,12 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Table
+from typer import Argument, Option
 
-from germline.cli.app import command
+from germline.cli.app import command, print_table
 from germline.cli.doctor import examine
 from germline.cli.options import AgainOptions, AsJson, RunPath
 from germline.cli.report import read_run, write_report
-from germline.cli.settings import recipe_of_run
 from germline.engine import opening
 from germline.engine import replay as replaying
 from germline.engine.export import export_theta
@@ -32,8 +29,8 @@ from germline.strategies.registry import describe_strategies, find_strategy
 def replay(
     run: RunPath,
     again: AgainOptions,
-    generation: Annotated[int, typer.Option(help="how many generations to replay; 0 is the beginning")],
-    export: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="file to write the weights to")],
+    generation: Annotated[int, Option(help="how many generations to replay; 0 is the beginning")],
+    export: Annotated[Path, Option(metavar="FILE.safetensors", help="file to write the weights to")],
     json_: AsJson = False,
 ) -> None:
     """Write the weights of any generation, from the journal."""
@@ -62,21 +59,20 @@ def open_run(run: Path, again: AgainOptions) -> Session:
     """Open a run to be replayed: from its journal alone, where that is enough."""
     journal = Journal.open(run, read_only=True)
     header = journal.header
-    given = find_strategy(again.strategy)() if again.strategy is not None else None
+    given = again.find_strategy()
     if find_class(header, given).kind != "evolve":
-        recipe = recipe_of_run(header, str(run), again.recipe, again.strategy)
-        return opening.rebuild(recipe, journal, Local(header["device"]))
+        return opening.rebuild(again.build_recipe(header, str(run)), journal, Local(header["device"]))
     has_functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
     if has_functions:
-        given = recipe_of_run(header, str(run), again.recipe, again.strategy).strategy
+        given = again.build_recipe(header, str(run)).strategy
     return opening.open_for_replay(journal, given)
 
 
 @command
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs")],
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="directories of runs")],
     out: Annotated[
-        Path | None, typer.Option(help="the HTML file (default: report.html in the run, or here for several)")
+        Path | None, Option(help="the HTML file (default: report.html in the run, or here for several)")
     ] = None,
 ) -> None:
     """Write the HTML report of one run, or of several side by side."""
@@ -88,28 +84,23 @@ def report(
 @command
 def recipes() -> None:
     """List the recipes with their settings."""
-    table = Table("recipe", "what it is", "settings")
+    rows = []
     for name, make in RECIPES.items():
         parameters = [p for p in inspect.signature(make).parameters.values() if p.name != "seed"]
         settings = "\n".join(f"recipe.{p.name}={p.default}" for p in parameters)
-        table.add_row(name, (make.__doc__ or "").splitlines()[0], settings)
-    Console().print(table)
+        rows.append((name, (make.__doc__ or "").splitlines()[0], settings))
+    print_table(("recipe", "what it is", "settings"), rows)
 
 
 @command
-def strategies(
-    name: Annotated[str | None, typer.Argument(help="one strategy, to list its settings")] = None,
-) -> None:
+def strategies(name: Annotated[str | None, Argument(help="one strategy, to list its settings")] = None) -> None:
     """List the strategies, or all settings of one."""
     if name is None:
-        table = Table("strategy", "what it is")
-        for key, description in describe_strategies():
-            table.add_row(key, description)
-    else:
-        table = Table("setting", "default", "meaning")
-        for field in dataclasses.fields(find_strategy(name)):
-            table.add_row(field.name, str(field.default), field.metadata.get("meaning", ""))
-    Console().print(table)
+        print_table(("strategy", "what it is"), describe_strategies())
+        return
+    fields = dataclasses.fields(find_strategy(name))
+    rows = [(field.name, field.default, field.metadata.get("meaning", "")) for field in fields]
+    print_table(("setting", "default", "meaning"), rows)
 
 
 @command
@@ -118,8 +109,5 @@ def doctor(json_: AsJson = False) -> None:
     findings = examine()
     if json_:
         print(json.dumps(findings))
-        return
-    table = Table("what", "finding")
-    for key, value in findings.items():
-        table.add_row(key, str(value))
-    Console().print(table)
+    else:
+        print_table(("what", "finding"), findings.items())

@@ -1,25 +1,30 @@
 """Every command-line option, declared once; commands take the groups that they need."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_type_hints
 
-import typer
+from typer import Argument, Option
 
-from germline.cli.settings import parse_settings
+from germline.engine.header import recipe_for_run
 from germline.engine.stopping import Stop, Target
+from germline.errors import BadInput, unknown_name
 from germline.fleet.spmd.fleet import TIMEOUT
-from germline.recipes.recipe import Recipe
+from germline.noise import check_whole_number
+from germline.population import DType
+from germline.recipes import RECIPES, Recipe, make_recipe, recipe_address
+from germline.strategies import AnyStrategy, find_strategy
+from germline.strategies.settings import parse_setting
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="a name, a Python file, or module:function")]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="the directory of a run")]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line of standard output")]
-KeysDir = Annotated[Path | None, typer.Option("--keys", help="the folder of this machine's key (see 'germline keys')")]
-Device = Annotated[str, typer.Option(help="device of the members: auto, cpu, cuda, cuda:N or mps")]
-StrategyName = Annotated[
-    str | None, typer.Option("--strategy", help="a name from 'germline strategies', or module:Class")
-]
+RecipeName = Annotated[str, Argument(metavar="RECIPE", help="a name, a Python file, or module:function")]
+RunPath = Annotated[Path, Argument(metavar="RUN", help="the directory of a run")]
+AsJson = Annotated[bool, Option("--json", help="print one JSON object as the last line of standard output")]
+KeysDir = Annotated[Path | None, Option("--keys", help="the folder of this machine's key (see 'germline keys')")]
+Device = Annotated[str, Option(help="device of the members: auto, cpu, cuda, cuda:N or mps")]
+Seed = Annotated[int, Option(help="seed of the run's random numbers")]
+StrategyName = Annotated[str | None, Option("--strategy", help="a name from 'germline strategies', or module:Class")]
 
 
 @dataclass
@@ -27,25 +32,36 @@ class StrategyOptions:
     """Which strategy, and its settings."""
 
     strategy: StrategyName = None
-    population: Annotated[int | None, typer.Option(help="number of members of a generation")] = None
-    rank: Annotated[str | None, typer.Option(help="rank of the noise of matrices, or none for dense noise")] = None
+    population: Annotated[int | None, Option(help="number of members of a generation")] = None
+    rank: Annotated[str | None, Option(help="rank of the noise of matrices, or none for dense noise")] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="a setting of the strategy, or recipe.KEY of the recipe"),
+        Option("--set", metavar="KEY=VALUE", help="a setting of the strategy, or recipe.KEY of the recipe"),
     ] = None
 
-    def split(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the settings of the strategy, with --population and --rank among them, and those of the recipe."""
-        own, of_recipe = parse_settings(self.settings or [])
+    def build_recipe(self, name: str, seed: int = 0, dtype: str = "auto") -> tuple[Recipe, dict[str, Any]]:
+        """Return a recipe with the strategy and the type of arithmetic, and what a header says about the recipe."""
+        settings: dict[str, dict[str, str]] = {"strategy": {}, "recipe": {}}
+        for setting in self.settings or []:
+            key, equals, value = setting.partition("=")
+            if not equals or not key:
+                raise BadInput(f"--set takes KEY=VALUE, not {setting!r}.")
+            owner = "recipe" if key.startswith("recipe.") else "strategy"
+            settings[owner][key.removeprefix("recipe.")] = value
         shortcuts: dict[str, Any] = {"population": self.population, "rank": self.rank}
-        return own | {key: str(value) for key, value in shortcuts.items() if value is not None}, of_recipe
+        settings["strategy"] |= {key: str(value) for key, value in shortcuts.items() if value is not None}
+        check_whole_number("seed", seed, 1 << 63)
+        recipe = make_recipe(name, settings["recipe"], seed)
+        recipe = replace_strategy(recipe, self.strategy, settings["strategy"])
+        recipe = recipe if dtype == "auto" else replace(recipe, dtype=cast(DType, dtype))
+        return recipe, {"recipe": recipe_address(name), "recipe_settings": settings["recipe"]}
 
 
 @dataclass
 class DataOptions:
     """Where the data sets are."""
 
-    data: Annotated[Path | None, typer.Option("--data", help="folder of the data sets (else GERMLINE_DATA)")] = None
+    data: Annotated[Path | None, Option("--data", help="folder of the data sets (else GERMLINE_DATA)")] = None
 
     def apply(self) -> None:
         """Make the folder known to the data sets of this process."""
@@ -58,39 +74,33 @@ class MachineOptions(DataOptions):
     """Where and in which arithmetic members are evaluated."""
 
     device: Device = "auto"
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="type of the members' arithmetic: auto, float32 or bfloat16")
-    ] = "auto"
+    dtype: Annotated[str, Option(help="type of the members' arithmetic: auto, float32 or bfloat16")] = "auto"
 
 
 @dataclass
 class FleetOptions:
     """Who evaluates the members."""
 
-    fleet: Annotated[
-        str, typer.Option("--fleet", help="local, elastic, or spmd (by torchrun, srun, mpirun or --workers)")
-    ] = "local"
+    fleet: Annotated[str, Option(help="local, elastic, or spmd (by torchrun, srun, mpirun or --workers)")] = "local"
     workers: Annotated[
-        int | None, typer.Option(help="number of threads that share the members; of a fleet, of processes here")
+        int | None, Option(help="number of threads that share the members; of a fleet, of processes here")
     ] = None
-    exchange: Annotated[
-        str, typer.Option("--exchange", help="exchange of an spmd fleet: auto, replay, chromosome, semi or central")
-    ] = "auto"
-    timeout: Annotated[float, typer.Option(help="seconds until a silent rank of an spmd fleet is given up")] = TIMEOUT
+    exchange: Annotated[str, Option(help="exchange of an spmd fleet: auto, replay, chromosome, semi or central")] = (
+        "auto"
+    )
+    timeout: Annotated[float, Option(help="seconds until a silent rank of an spmd fleet is given up")] = TIMEOUT
 
 
 @dataclass
 class StopOptions:
     """When to stop."""
 
-    generations: Annotated[int | None, typer.Option(help="stop after this many generations in all")] = None
-    seconds: Annotated[float | None, typer.Option(help="stop after this many seconds of session in all")] = None
+    generations: Annotated[int | None, Option(help="stop after this many generations in all")] = None
+    seconds: Annotated[float | None, Option(help="stop after this many seconds of session in all")] = None
     evaluations: Annotated[
-        int | None, typer.Option(help="stop after this many forward passes of a batch; a backward pass counts as two")
+        int | None, Option(help="stop after this many forward passes of a batch; a backward pass counts as two")
     ] = None
-    target: Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop when a metric reaches a value")] = (
-        None
-    )
+    target: Annotated[str | None, Option(metavar="METRIC=VALUE", help="stop when a metric reaches a value")] = None
 
     @property
     def is_limited(self) -> bool:
@@ -106,36 +116,65 @@ class StopOptions:
 class OutputOptions:
     """Where runs are kept, and what is printed."""
 
-    runs: Annotated[Path, typer.Option(help="folder in which runs are kept")] = Path("runs")
-    name: Annotated[str | None, typer.Option(help="name of the run's directory")] = None
+    runs: Annotated[Path, Option(help="folder in which runs are kept")] = Path("runs")
+    name: Annotated[str | None, Option(help="name of the run's directory")] = None
     json_: AsJson = False
-
-
-@dataclass
-class SeedOptions:
-    """The seed."""
-
-    seed: Annotated[int, typer.Option(help="seed of the run's random numbers")] = 0
 
 
 @dataclass
 class AgainOptions:
     """What a run's header names but does not bring: code outside of this package must be given again."""
 
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", help="the run's recipe, if it is a Python file or module:function")
-    ] = None
-    strategy: Annotated[
-        str | None, typer.Option("--strategy", help="the run's strategy, if it is not part of germline: module:Class")
-    ] = None
+    recipe: Annotated[str | None, Option(help="the run's recipe, if it is a Python file or module:function")] = None
+    strategy: Annotated[str | None, Option(help="the run's strategy, if it is not part of germline: module:Class")] = (
+        None
+    )
+
+    def find_strategy(self) -> AnyStrategy | None:
+        """Return the strategy that the user has named again, or None."""
+        return find_strategy(self.strategy)() if self.strategy is not None else None
+
+    def build_recipe(self, header: Mapping[str, Any], run: str) -> Recipe:
+        """Return the recipe of a run, with its strategy.
+
+        Nothing outside of this package is imported because the header names it: the user gives it again.
+
+        Args:
+            header: The header of the run.
+            run: The directory of the run, for messages.
+        """
+        name = self.recipe or header["recipe"]
+        if name is None:
+            how = f"go on there, with gl.train(..., resume={run!r})"
+            raise BadInput(f"{run} was started in Python, not by a recipe: {how}.")
+        if self.recipe is None and name not in RECIPES:
+            reason = f"{name}, which is not part of germline"
+            raise BadInput(f"The recipe of {run} is {reason}: give it again, with --recipe.")
+        recipe = make_recipe(name, header["recipe_settings"], header["seed"])
+        return recipe_for_run(recipe, header, self.find_strategy())
 
 
 @dataclass
 class ComparisonOptions:
     """Runs that are compared."""
 
-    metric: Annotated[
-        str | None, typer.Option("--metric", help="metric to compare by (default: the first of the test set)")
-    ] = None
-    jobs: Annotated[int, typer.Option(min=1, help="number of runs at the same time")] = 1
-    workers: Annotated[int | None, typer.Option(help="number of threads of each run")] = None
+    metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the test set)")] = None
+    jobs: Annotated[int, Option(min=1, help="number of runs at the same time")] = 1
+    workers: Annotated[int | None, Option(help="number of threads of each run")] = None
+
+
+def replace_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) -> Recipe:
+    """Return a recipe with another strategy, at the recipe's settings for it, changed by the given settings."""
+    strategy: Any = recipe.strategy
+    if name is not None and name != strategy.name:
+        cls = find_strategy(name)
+        strategy = recipe.others.get(name) or cls()
+    types = get_type_hints(type(strategy))
+    names = [field.name for field in fields(strategy)]
+    for key in settings:
+        if key in ("rank", "ranks") and key not in names:
+            raise BadInput(f"The strategy {strategy.name} has no low-rank noise: leave out {key}.")
+        if key not in names:
+            raise unknown_name(f"setting of {strategy.name}", key, names)
+    values = {key: parse_setting(types[key], key, text) for key, text in settings.items()}
+    return recipe.with_strategy(replace(strategy, **values))

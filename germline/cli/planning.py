@@ -1,17 +1,14 @@
 """The command that predicts: plan."""
 
-import dataclasses
 import json
+from dataclasses import asdict
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Table
+from typer import Option
 
 from germline.cli import costs
-from germline.cli.app import command
+from germline.cli.app import command, print_table
 from germline.cli.options import AsJson, DataOptions, Device, RecipeName, StrategyOptions
-from germline.cli.settings import build_recipe
 from germline.genome import Genome
 from germline.noise import check_whole_number
 from germline.strategies.settings import parse_setting
@@ -23,16 +20,13 @@ def plan(
     strategy: StrategyOptions,
     data: DataOptions,
     device: Device = "auto",
-    workers: Annotated[str, typer.Option(help="numbers of workers, with commas")] = "1,2,4,8,16,32,64,96",
-    network: Annotated[
-        str, typer.Option(help="network between workers, such as 1gbit, '10mbit 20ms' or none")
-    ] = "1gbit",
+    workers: Annotated[str, Option(help="numbers of workers, with commas")] = "1,2,4,8,16,32,64,96",
+    network: Annotated[str, Option(help="network between workers, such as 1gbit, '10mbit 20ms' or none")] = "1gbit",
     json_: AsJson = False,
 ) -> None:
     """Predict time, memory and bytes of a generation by exchange and number of workers."""
     data.apply()
-    own, of_recipe = strategy.split()
-    made = build_recipe(recipe, of_recipe, 0, strategy.strategy, own)
+    made, _ = strategy.build_recipe(recipe)
     between = costs.Network.parse(network)
     numbers = [parse_setting(int, "workers", text) for text in workers.split(",")]
     counts = [check_whole_number("number of workers", number, 1 << 20) for number in numbers]
@@ -40,13 +34,11 @@ def plan(
     rows = costs.predict_costs(rates, made.strategy, parameters, made.strategy.population, between, counts)
     advice = costs.recommend(rows)
     if json_:
-        about = {"parameters": parameters, "rates": dataclasses.asdict(rates), "use": advice}
-        print(json.dumps({**about, "costs": [dataclasses.asdict(row) for row in rows]}))
+        about = {"parameters": parameters, "rates": asdict(rates), "use": advice}
+        print(json.dumps({**about, "costs": [asdict(row) for row in rows]}))
         return
     about_run = f"{made.strategy.name}, {parameters:,} parameters, population {made.strategy.population}"
     print(f"{about_run}, network: {between.describe()}")
-    table = Table(*rows[0].as_row(), box=None, pad_edge=False, padding=(0, 1))
-    for row in rows:
-        table.add_row(*row.as_row().values())
-    Console().print(table)
+    cells = [row.as_row() for row in rows]
+    print_table(cells[0], [row.values() for row in cells], box=None, pad_edge=False, padding=(0, 1))
     print(advice)

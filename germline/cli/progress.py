@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,15 +23,14 @@ class Progress:
 
     Args:
         stop: When the run will end.
-        out: Where the progress is written.
         below: Returns what is shown below the line on a terminal.
     """
 
     can_wait = True  # several generations may be reported together, a moment later
 
-    def __init__(self, stop: Stop, out: TextIO = sys.stderr, below: Callable[[], RenderableType] | None = None) -> None:
-        self.stop, self.out, self.below = stop, out, below
-        self.console = Console(file=out)
+    def __init__(self, stop: Stop, below: Callable[[], RenderableType] | None = None) -> None:
+        self.stop, self.below = stop, below
+        self.console = Console(stderr=True)
         self.live: Live | None = None
         self.last = 0.0  # when the last line was printed
         self.has_advised = False
@@ -44,13 +42,12 @@ class Progress:
             self.live.update(text if self.below is None else Group(text, self.below()))
         elif time.monotonic() - self.last >= EVERY or row["skipped"]:
             self.last = time.monotonic()
-            print(line, file=self.out, flush=True)
-        note = (
-            advise(session.history, session.scorer.genome.size) if "agreement" in row and not self.has_advised else None
-        )
-        if note is not None:
-            self.has_advised = True
-            self.console.print(f"note: {note}", soft_wrap=True)
+            print(line, file=sys.stderr, flush=True)
+        if "agreement" in row and not self.has_advised:
+            note = advise(session.history, session.scorer.genome.size)
+            self.has_advised = note is not None
+            if note is not None:
+                self.console.print(f"note: {note}", soft_wrap=True)
         if row["skipped"] and self.live is not None:
             self.console.print(f"generation {row['generation'] + 1}: no member has a finite score, so nothing changed")
 

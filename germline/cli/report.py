@@ -6,7 +6,8 @@ import html
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,7 @@ from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.population import METHODS
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; } td, th { padding: .25em .9em .25em 0; text-align: left; vertical-align: top; }
-th { font-weight: 600; } tr + tr td { border-top: 1px solid #eee; } td { overflow-wrap: anywhere; }
-pre, code { background: #f5f5f5; padding: .15em .35em; border-radius: .2em; } pre { padding: .7em; overflow-x: auto; }
-img { max-width: 100%; }
-@media (prefers-color-scheme: dark) { body { background: #16181c; color: #ddd; } pre, code { background: #262a30; }
-  tr + tr td { border-color: #333; } img { background: #fff; } }
-"""
+STYLE = resources.files("germline.cli").joinpath("report.css").read_text(encoding="utf-8")
 
 NO_CURVES = "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
 
@@ -105,34 +97,45 @@ def render_settings(header: Mapping[str, Any]) -> str:
 
 def draw_curves(runs: Sequence[ReportedRun]) -> str:
     """Return scores and metrics against generations and seconds, drawn by matplotlib."""
+    keys = {key for _, _, rows, _ in runs for row in rows for key in row}
+    metrics = sorted(key for key in keys if key.startswith(("dev_", "test_")))
+    metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
+    figures = 1 + bool(metrics)
+
+    def draw(axes: Any) -> None:
+        for name, _, rows, _ in runs:
+            for column, x in enumerate(("generation", "total_seconds")):
+                times = [row[x] for row in rows]
+                axes[0][column].plot(times, [row["mean"] for row in rows], label=f"{name}: mean of members", lw=1)
+                axes[0][column].plot(times, [row["best"] for row in rows], label=f"{name}: best", lw=0.7, alpha=0.6)
+                for metric in metrics:
+                    points = [(row[x], row[metric]) for row in rows if metric in row]
+                    label = f"{name}: {metric.replace('_', ' ')}" if len(runs) > 1 else metric.replace("_", " ")
+                    axes[1][column].plot(*zip(*points, strict=True) if points else ((), ()), label=label, lw=1.2)
+        for row, what in zip(axes, ("score", "metric"), strict=False):
+            row[0].set(xlabel="generation", ylabel=what)
+            row[1].set(xlabel="seconds of session", ylabel=what)
+            row[0].legend(fontsize=8)
+
+    return draw_figure(draw, (11, 3.6 * figures), figures, 2)
+
+
+def draw_figure(draw: Callable[[Any], None], size: tuple[float, float], rows: int, columns: int) -> str:
+    """Return a figure of matplotlib as HTML, or how to install it.
+
+    Args:
+        draw: Draws on the axes: an array of ``rows`` and ``columns``.
+        size: The width and the height in inches.
+        rows: The number of rows of axes.
+        columns: The number of columns of axes.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return NO_CURVES
-    keys = {key for _, _, rows, _ in runs for row in rows for key in row}
-    metrics = sorted(key for key in keys if key.startswith(("dev_", "test_")))
-    metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
-    figure = Figure(figsize=(11, 3.6 * (1 + bool(metrics))), layout="constrained")
-    axes = figure.subplots(1 + bool(metrics), 2, squeeze=False)
-    for name, _, rows, _ in runs:
-        for column, x in enumerate(("generation", "total_seconds")):
-            times = [row[x] for row in rows]
-            axes[0][column].plot(times, [row["mean"] for row in rows], label=f"{name}: mean of members", lw=1)
-            axes[0][column].plot(times, [row["best"] for row in rows], label=f"{name}: best", lw=0.7, alpha=0.6)
-            for metric in metrics:
-                points = [(row[x], row[metric]) for row in rows if metric in row]
-                label = f"{name}: {metric.replace('_', ' ')}" if len(runs) > 1 else metric.replace("_", " ")
-                axes[1][column].plot(*zip(*points, strict=True) if points else ((), ()), label=label, lw=1.2)
-    for row, what in zip(axes, ("score", "metric"), strict=False):
-        for axis, label in zip(row, ("generation", "seconds of session"), strict=True):
-            axis.set(xlabel=label, ylabel=what)
-            axis.grid(alpha=0.3)
-        row[0].legend(fontsize=8)
-    return embed_figure(figure)
-
-
-def embed_figure(figure: Any) -> str:
-    """Return a figure of matplotlib as HTML."""
-    picture = io.BytesIO()
+    figure, picture = Figure(figsize=size, layout="constrained"), io.BytesIO()
+    draw(figure.subplots(rows, columns, squeeze=False))
+    for axis in figure.axes:
+        axis.grid(alpha=0.3)
     figure.savefig(picture, format="png", dpi=110)
     return f'<p><img alt="curves" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"></p>'

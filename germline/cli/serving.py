@@ -1,25 +1,14 @@
 """The commands of a cluster: serve, worker and keys."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from germline.cli import options
 from germline.cli.app import app, command
-from germline.cli.options import (
-    DataOptions,
-    Device,
-    KeysDir,
-    MachineOptions,
-    OutputOptions,
-    RecipeName,
-    SeedOptions,
-    StopOptions,
-    StrategyName,
-    StrategyOptions,
-)
-from germline.cli.settings import build_recipe
 from germline.cli.status import Status
 from germline.cli.training import command_line, run_to_end
 from germline.engine import opening
@@ -28,9 +17,8 @@ from germline.engine.journal import Journal
 from germline.fleet import Elastic, Local
 from germline.fleet.cluster.keys import add_machine, create_authority
 from germline.fleet.cluster.worker import run_worker
-from germline.recipes import make_recipe, recipe_address
-from germline.recipes.recipe import Recipe
-from germline.strategies.registry import find_strategy
+from germline.recipes import make_recipe
+from germline.strategies import find_strategy
 
 keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of an elastic fleet.")
 app.add_typer(keys_app, name="keys")
@@ -38,37 +26,34 @@ app.add_typer(keys_app, name="keys")
 
 @command
 def serve(
-    recipe: RecipeName,
-    strategy: StrategyOptions,
-    stop: StopOptions,
-    seed: SeedOptions,
-    machine: MachineOptions,
-    output: OutputOptions,
+    recipe: options.RecipeName,
+    strategy: options.StrategyOptions,
+    stop: options.StopOptions,
+    machine: options.MachineOptions,
+    output: options.OutputOptions,
+    seed: options.Seed = 0,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="address at which workers find the coordinator")
     ] = "127.0.0.1:8786",
-    keys: KeysDir = None,
+    keys: options.KeysDir = None,
     status: Annotated[str, typer.Option(metavar="HOST:PORT", help="address of the status page")] = "127.0.0.1:8787",
 ) -> None:
     """Coordinate an elastic fleet: train a recipe with workers that come and go; started again, it goes on."""
     machine.apply()
-    own, of_recipe = strategy.split()
-    made = build_recipe(recipe, of_recipe, seed.seed, strategy.strategy, own, machine.dtype)
+    made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits = stop.limits(made)
-    path = output.runs / (output.name or f"{Path(recipe).stem}-{made.strategy.name}-{seed.seed}")
-    identity = {"recipe": recipe_address(recipe), "recipe_settings": of_recipe}
+    path = output.runs / (output.name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     fleet = Elastic(listen, keys=keys, device=machine.device)
     fleet.start_run()
     page = Status(fleet, recipe, limits)
     print(f"status page: {page.serve(status)}", file=sys.stderr)
     try:
-        expected = {**identity, "seed": seed.seed, "strategy": made.strategy.name}
-        if Journal.header_matches(path, expected):
+        if Journal.header_matches(path, {**about, "seed": seed, "strategy": made.strategy.name}):
             opening.check_same_settings(made.strategy, Journal.open(path, read_only=True).header, str(path))
             session = opening.resume(made, Journal.open(path), fleet)
         else:
-            about = {**identity, "command": command_line()}
-            session = opening.start(made, path, seed=seed.seed, fleet=fleet, about=about, stop=limits)
+            about["command"] = command_line()
+            session = opening.start(made, path, seed=seed, fleet=fleet, about=about, stop=limits)
         run_to_end(session, limits, as_json=output.json_, status=page)
     finally:
         page.close()
@@ -79,21 +64,18 @@ def serve(
 def worker(
     coordinator: Annotated[str, typer.Argument(metavar="HOST:PORT", help="address of the coordinator")],
     recipe: Annotated[str, typer.Option(help="the coordinator's recipe: a name, a Python file, or module:function")],
-    data: DataOptions,
-    strategy: StrategyName = None,
-    keys: KeysDir = None,
-    device: Device = "auto",
+    data: options.DataOptions,
+    strategy: options.StrategyName = None,
+    keys: options.KeysDir = None,
+    device: options.Device = "auto",
     threads: Annotated[int | None, typer.Option("--workers", help="number of threads that share the members")] = None,
     name: Annotated[str | None, typer.Option(help="name by which the coordinator calls this worker")] = None,
 ) -> None:
     """Work for the coordinator of an elastic fleet, until its run has ended."""
     data.apply()
     given = find_strategy(strategy)() if strategy is not None else None
-
-    def build(settings: dict[str, str], seed: int) -> Recipe:
-        return make_recipe(recipe, settings, seed)
-
-    run_worker(coordinator, Follower(build, Local(device, threads), recipe, given), name=name, keys=keys)
+    follower = Follower(partial(make_recipe, recipe), Local(device, threads), recipe, given)
+    run_worker(coordinator, follower, name=name, keys=keys)
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to create")]) -> None:

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from typing import Any
 
 from rich.table import Table
@@ -18,41 +19,7 @@ from germline.fleet import Elastic
 from germline.fleet.cluster.messages import parse_address
 
 POINTS = 500  # of a curve
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>germline</title>
-<meta name="viewport" content="width=device-width"><style>
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#222;background:#fff}
-h1{font-size:1.3rem;margin:0}table{border-collapse:collapse;width:100%;margin-top:1rem}
-th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #ddd;font-variant-numeric:tabular-nums}
-td.n,th.n{text-align:right}.quiet{color:#666}svg{width:100%;height:14rem;margin-top:1rem;background:#f7f7f7}
-.away{color:#a00}#numbers{display:flex;flex-wrap:wrap;gap:1.5rem;margin-top:.6rem}
-#numbers b{display:block;font-size:1.2rem}
-@media (prefers-color-scheme:dark){body{color:#ddd;background:#181818}svg{background:#222}th,td{border-color:#444}}
-</style><h1 id="title">germline</h1><div class="quiet" id="state">connecting ...</div><div id="numbers"></div>
-<svg id="curve" viewBox="0 0 1000 240" preserveAspectRatio="none" role="img" aria-label="scores by generation"></svg>
-<table><thead><tr><th>worker<th>device<th>machine<th>state<th class="n">members/s<th class="n">share<th class="n">sent
-<th class="n">received</tr></thead><tbody id="workers"></tbody></table><ul class="away" id="away"></ul><script>
-const put=(id,text)=>document.getElementById(id).textContent=text;
-const bytes=n=>n<1e4?n+" B":n<1e7?(n/1e3).toFixed(0)+" kB":(n/1e6).toFixed(0)+" MB";
-const cell=(row,text,number)=>{const c=row.insertCell();c.textContent=text;if(number)c.className="n"};
-function line(points,key,color,low,high){const n=points.length;if(n<2)return"";const path=points.map((p,i)=>{
-const y=230-220*(p[key]-low)/((high-low)||1);return(i?"L":"M")+(1000*i/(n-1)).toFixed(1)+" "+y.toFixed(1)}).join("");
-return`<path d="${path}" fill="none" stroke="${color}" stroke-width="2" vector-effect="non-scaling-stroke"/>`}
-async function look(){try{const s=await(await fetch("status.json",{cache:"no-store"})).json();
-put("title",s.recipe+" by "+s.strategy);document.title=s.generation+" · "+s.recipe;
-put("state",s.run+" · "+(s.workers.length?s.workers.length+" workers":"waiting for workers at "+s.address));
-const numbers=document.getElementById("numbers");numbers.replaceChildren();
-for(const[name,value]of Object.entries(s.numbers)){const d=document.createElement("div"),b=document.createElement("b");
-b.textContent=value;d.append(b,name);numbers.append(d)}
-const good=s.curve.filter(p=>Number.isFinite(p.best)&&Number.isFinite(p.mean)),all=good.flatMap(p=>[p.best,p.mean]);
-const low=Math.min(...all),high=Math.max(...all);document.getElementById("curve").innerHTML=
-line(good,"mean","#888",low,high)+line(good,"best","#27c",low,high);
-const body=document.getElementById("workers");body.replaceChildren();for(const w of s.workers){const r=body.insertRow();
-cell(r,w.name);cell(r,w.device);cell(r,w.machine);cell(r,w.state);cell(r,w.members_per_second.toFixed(0),1);
-cell(r,(100*w.share).toFixed(0)+" %",1);cell(r,bytes(w.bytes_sent),1);cell(r,bytes(w.bytes_received),1)}
-const away=document.getElementById("away");away.replaceChildren();for(const t of s.turned_away){
-const li=document.createElement("li");li.textContent="turned away: "+t;away.append(li)}
-}catch(e){put("state","the coordinator does not answer: it has ended, or is being started again")}}
-look();setInterval(look,1000);</script></html>"""
+PAGE = resources.files("germline.cli").joinpath("status.html").read_text(encoding="utf-8")
 
 
 class Status:

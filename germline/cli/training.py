@@ -3,31 +3,18 @@
 import json
 import shlex
 import sys
-import typing
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
 from germline.api import free_directory
+from germline.cli import options
 from germline.cli.app import command
-from germline.cli.options import (
-    AgainOptions,
-    AsJson,
-    DataOptions,
-    FleetOptions,
-    MachineOptions,
-    OutputOptions,
-    RecipeName,
-    RunPath,
-    SeedOptions,
-    StopOptions,
-    StrategyOptions,
-)
 from germline.cli.progress import Progress
 from germline.cli.report import read_run, write_curves, write_report
-from germline.cli.settings import build_recipe, recipe_of_run, replace_strategy
 from germline.cli.status import Status
 from germline.engine import loop, opening
 from germline.engine.drivers import Differentiate
@@ -38,49 +25,43 @@ from germline.errors import BadInput, unknown_name
 from germline.fleet import SPMD, Elastic, Fleet, Local
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
-from germline.recipes import make_recipe, recipe_address
-from germline.recipes.recipe import Recipe
+from germline.recipes import Recipe, make_recipe
 
 
 @command
 def train(
-    recipe: RecipeName,
-    strategy: StrategyOptions,
-    stop: StopOptions,
-    seed: SeedOptions,
-    machine: MachineOptions,
-    fleet: FleetOptions,
-    output: OutputOptions,
+    recipe: options.RecipeName,
+    strategy: options.StrategyOptions,
+    stop: options.StopOptions,
+    machine: options.MachineOptions,
+    fleet: options.FleetOptions,
+    output: options.OutputOptions,
+    seed: options.Seed = 0,
     baseline: Annotated[bool, typer.Option(help="afterwards train by backprop for the same time")] = False,
 ) -> None:
     """Train a recipe."""
     machine.apply()
-    own, of_recipe = strategy.split()
-    made = build_recipe(recipe, of_recipe, seed.seed, strategy.strategy, own, machine.dtype)
+    made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits, is_named = stop.limits(made), output.name is not None
-    default = free_directory(output.runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed.seed}")
+    default = free_directory(output.runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     path = output.runs / output.name if output.name is not None else default
     if baseline and fleet.fleet != "local":
         raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
-    chosen = build_fleet(fleet, machine.device, recipe_address(recipe), strategy.strategy)
-
-    def start(made: Recipe, path: Path, stop: Stop, command: str) -> Session:
-        about = {"recipe": recipe_address(recipe), "recipe_settings": of_recipe, "command": command}
-        return opening.start_or_continue(
-            made, path, seed=seed.seed, fleet=chosen, about=about, stop=stop, is_named=is_named
-        )
-
+    chosen = build_fleet(fleet, machine.device, about["recipe"], strategy.strategy)
+    start = partial(opening.start_or_continue, seed=seed, fleet=chosen, is_named=is_named)
+    about_run = {**about, "command": command_line()}
     if not baseline:
-        run_to_end(start(made, path, limits, command_line()), limits, as_json=output.json_)
+        run_to_end(start(made, path, about=about_run, stop=limits), limits, as_json=output.json_)
         return
-    other = replace_strategy(make_recipe(recipe, of_recipe, seed.seed), "gradient", {})
+    other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
     other_path = path.with_name(path.name + "-backprop")
     check_baseline(other, other_path, chosen)
-    summary = run_to_end(start(made, path, limits, command_line()), limits, as_json=False)
+    summary = run_to_end(start(made, path, about=about_run, stop=limits), limits, as_json=False)
     same_time = Stop(seconds=summary["seconds"])
-    words = ["--strategy", "gradient", "--seconds", str(summary["seconds"]), "--seed", str(seed.seed)]
-    repeat = shlex.join(["germline", "train", recipe, *words])
-    compared = run_to_end(start(other, other_path, same_time, repeat), same_time, as_json=False, quiet=True)
+    words = ["--strategy", "gradient", "--seconds", str(summary["seconds"]), "--seed", str(seed)]
+    about_run = {**about, "command": shlex.join(["germline", "train", recipe, *words])}
+    session = start(other, other_path, about=about_run, stop=same_time)
+    compared = run_to_end(session, same_time, as_json=False, quiet=True)
     for key, value in summary["metrics"].items():
         if key.startswith("test_") and not key.endswith(("_loss", "_score")):
             first = f"{key.replace('_', ' ')}: {value:.4f} by {summary['strategy']}, without a gradient"
@@ -93,15 +74,15 @@ def train(
 
 @command
 def resume(
-    run: RunPath,
-    again: AgainOptions,
-    stop: StopOptions,
-    fleet: FleetOptions,
-    data: DataOptions,
+    run: options.RunPath,
+    again: options.AgainOptions,
+    stop: options.StopOptions,
+    fleet: options.FleetOptions,
+    data: options.DataOptions,
     device: Annotated[
         str | None, typer.Option(help="device of the members: auto, cpu, cuda, cuda:N or mps (default: the run's)")
     ] = None,
-    json_: AsJson = False,
+    json_: options.AsJson = False,
 ) -> None:
     """Go on where a run stopped."""
     data.apply()
@@ -114,7 +95,7 @@ def resume(
         Journal.open(run)  # raises an error that says what is missing
     journal = Journal.open(run) if chosen.group.owns_journal else None
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
-    session = opening.resume(recipe_of_run(header, str(run), again.recipe, again.strategy), journal, chosen)
+    session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
     limits = stop.limits()
     run_to_end(session, limits if limits != Stop() else Stop.from_header(header["stop"]), as_json=json_)
 
@@ -150,18 +131,18 @@ def run_to_end(
     return summary
 
 
-def build_fleet(options: FleetOptions, device: str, recipe: str | None, strategy: str | None) -> Fleet:
+def build_fleet(chosen: options.FleetOptions, device: str, recipe: str | None, strategy: str | None) -> Fleet:
     """Return the fleet that was asked for; an spmd fleet of --workers is launched here, and this process ends."""
-    if options.fleet == "local":
-        return Local(device, options.workers)
-    if options.fleet == "elastic":
+    if chosen.fleet == "local":
+        return Local(device, chosen.workers)
+    if chosen.fleet == "elastic":
         outside = strategy if strategy is not None and ":" in strategy else None
-        return Elastic(device=device, workers=options.workers or 2, recipe=recipe, strategy=outside)
-    if options.fleet != "spmd":
-        raise unknown_name("fleet", options.fleet, ("local", "spmd", "elastic"))
-    if options.workers is not None and options.workers > 1 and find_launch().by == "none":
-        raise typer.Exit(run_ranks([sys.executable, "-m", "germline", *sys.argv[1:]], options.workers))
-    return SPMD(typing.cast(Exchange, options.exchange), device=device, timeout=options.timeout)
+        return Elastic(device=device, workers=chosen.workers or 2, recipe=recipe, strategy=outside)
+    if chosen.fleet != "spmd":
+        raise unknown_name("fleet", chosen.fleet, ("local", "spmd", "elastic"))
+    if chosen.workers is not None and chosen.workers > 1 and find_launch().by == "none":
+        raise typer.Exit(run_ranks([sys.executable, "-m", "germline", *sys.argv[1:]], chosen.workers))
+    return SPMD(cast(Exchange, chosen.exchange), device=device, timeout=chosen.timeout)
 
 
 def check_baseline(recipe: Recipe, path: Path, fleet: Fleet) -> None:

@@ -6,14 +6,21 @@ published. Every file is compared with its published checksum, wherever it comes
 
 import hashlib
 import http.client
+import json
 import os
 import urllib.request
 from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from germline.errors import BadInput
 
 HOW_TO_PROVIDE = "put its files into a folder and name that folder with --data or GERMLINE_DATA"
+PUBLISHED: dict[str, Any] = json.loads(files("germline.data").joinpath("published.json").read_text())
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 SHARED = Path("..", "shared", "data")  # which several projects in one folder may have in common
 
 

@@ -9,33 +9,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from germline.data.fetch import HOW_TO_PROVIDE, MissingDataError, data_folders, read_checked, read_published
+from germline.data import fetch
+from germline.data.fetch import HOW_TO_PROVIDE, PUBLISHED, Bytes, MissingDataError, read_checked
 from germline.data.splits import Part, Splits
 from germline.errors import BadInput
 from germline.noise import Field, Stream
 from germline.objective import split
 
-MNIST = {  # SHA-256 of the compressed files, as they were first published
-    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-}
-MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST, MNIST_MIRROR = PUBLISHED["mnist"]["files"], PUBLISHED["mnist"]["mirror"]
 DEV_EXAMPLES = 5000  # of MNIST's training set
 
-CIFAR10 = {  # MD5 of the files of the binary version
-    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
-    "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
-    "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
-    "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
-    "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
-    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
-}
-CIFAR10_PART = {  # SHA-256 of the first records of data_batch_1.bin and of test_batch.bin, compressed
-    "train_5000.bin.xz": "05bfeea0fb5e2ae3e940de2b006830d7986b29fb857019d1e84daa7f98abcbbb",
-    "test_1000.bin.xz": "4ddc7716aa713284c8b44c182a44e1c41369347b0f01c63d521f62d2c0a6d4ec",
-}
+CIFAR10 = PUBLISHED["cifar10"]["files"]
+CIFAR10_PART = PUBLISHED["cifar10_part"]["files"]  # the first records of its first and of its last file
 CIFAR10_FOLDER = "cifar-10-batches-bin"  # as its archive unpacks
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # by channel
 
@@ -43,8 +28,6 @@ CLASSES = 10
 SYNTHETIC_EXAMPLES = (5000, 1000, 1000)  # train, dev, test
 SYNTHETIC_SEED = 0x51E7  # of the images; the batches of a run come from the run's seed
 CELL = 4  # pixels across of the cells that patterns are made of
-
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def load_digits() -> Splits:
@@ -55,9 +38,8 @@ def load_digits() -> Splits:
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise BadInput(
-            "The digits come with scikit-learn, which is not installed: pip install scikit-learn."
-        ) from error
+        message = "The digits come with scikit-learn, which is not installed: pip install scikit-learn."
+        raise BadInput(message) from error
     bunch = datasets.load_digits()
     x = torch.tensor(bunch.data / 16.0, dtype=torch.float32)
     y = torch.tensor(bunch.target, dtype=torch.int64)
@@ -87,10 +69,8 @@ def load_mnist_of_hybrid_es() -> Splits:
 
 def read_mnist(*, download: bool = True) -> list[Bytes]:
     """Return the images and labels of MNIST's training set, then of its test set."""
-    return [
-        decode_idx(read_published("mnist", MNIST_MIRROR, file, sha256, download=download))
-        for file, sha256 in MNIST.items()
-    ]
+    contents = (fetch.read_published("mnist", MNIST_MIRROR, *item, download=download) for item in MNIST.items())
+    return [decode_idx(content) for content in contents]
 
 
 def mnist_part(images: NDArray[Any], labels: Bytes, mean: float, std: float) -> Part:
@@ -123,15 +103,14 @@ def load_cifar10() -> Splits:
 
 def read_cifar10() -> list[Bytes]:
     """Return the records of each file, the test set last: a label, then the red, green and blue pixels row by row."""
-    folders = [inner for folder in data_folders("cifar10") for inner in (folder / CIFAR10_FOLDER, folder)]
+    folders = [inner for folder in fetch.data_folders("cifar10") for inner in (folder / CIFAR10_FOLDER, folder)]
     for folder, files in itertools.product(folders, (CIFAR10, CIFAR10_PART)):
         if all((folder / file).is_file() for file in files):
             contents = (read_checked(folder / file, digest) for file, digest in files.items())
             raw = contents if files is CIFAR10 else map(lzma.decompress, contents)
             return [np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32) for content in raw]
-    raise MissingDataError(
-        f"The binary version of CIFAR-10 ({', '.join(CIFAR10)}) is not on this machine: {HOW_TO_PROVIDE}."
-    )
+    wanted = f"The binary version of CIFAR-10 ({', '.join(CIFAR10)})"
+    raise MissingDataError(f"{wanted} is not on this machine: {HOW_TO_PROVIDE}.")
 
 
 def cifar10_part(records: Bytes) -> Part:

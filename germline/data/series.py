@@ -6,19 +6,10 @@ from itertools import pairwise
 
 import torch
 
-from germline.data.fetch import read_published
+from germline.data.fetch import PUBLISHED, read_published
 from germline.data.splits import Splits
 
-SERIES = {  # where a series is published, and its SHA-256
-    "ETTh1.csv": (
-        "https://raw.githubusercontent.com/zhouhaoyi/ETDataset/1d16c8f4f943005d613b5bc962e9eeb06058cf07/ETT-small/",
-        "f18de3ad269cef59bb07b5438d79bb3042d3be49bdeecf01c1cd6d29695ee066",
-    ),
-    "daily-min-temperatures.csv": (
-        "https://raw.githubusercontent.com/jbrownlee/Datasets/d20fcb6402ae34e653d4513b00f39257bb37ed7f/",
-        "8b9de63ed6789492bf497625e7f9beb96a63d367b4b0a21754006f749fa5e5da",
-    ),
-}
+SERIES = PUBLISHED["series"]["files"]  # by file, where a series is published, and its SHA-256
 
 
 def load_series(file: str, columns: Sequence[int]) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """A data set in three parts: train, dev and test."""
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+from torch import Tensor
 
-Part = tuple[torch.Tensor, torch.Tensor]
+Part = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Splits:
     train: Part
     dev: Part
     test: Part
+
+    def as_arguments(self) -> dict[str, Any]:
+        """Return the parts as a ``Recipe`` takes them: data, dev and test."""
+        return {"data": self.train, "dev": self.dev, "test": self.test}
 
     def first(self, examples: int) -> "Splits":
         """Return the data set with at most this number of examples in each part."""

@@ -5,10 +5,9 @@ members compared with plain copies of the module. Parameters that no layer has r
 During the run sampled members are compared again (``matches_plain_copy``).
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -273,8 +272,8 @@ def outputs_match(output: Any, expected: Any, tolerance: float = TOLERANCE) -> b
 
 def iterate_leaves(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors and numbers of an output."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        output = [getattr(output, f.name) for f in dataclasses.fields(output)]
+    if is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, f.name) for f in fields(output)]
     if isinstance(output, torch.Tensor | int | float):
         yield torch.as_tensor(output)
     elif isinstance(output, Mapping | list | tuple):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
@@ -89,16 +89,10 @@ class Evaluator:
             batch: the batch that they are scored on.
             share: the blocks that this process evaluates.
         """
-        has_kernels = kernel_device(self.device).type == "cuda"
-        if (
-            not has_kernels
-            or batch is None
-            or not candidates.shared
-            or not self.plan.vectorized
-            or self.plan.one_by_one
-        ):
+        is_vectorized = self.plan.vectorized and not self.plan.one_by_one and candidates.shared
+        if kernel_device(self.device).type != "cuda" or not is_vectorized or batch is None:
             return None
-        shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, torch.Tensor)
+        shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, Tensor)
         key = (population, share.start, share.stop, shapes, has_vector_sigma, candidates.field)
         if key not in self.recordings:
             if shapes is None or self.has_hooks:
@@ -112,9 +106,7 @@ class Evaluator:
             )
         return self.recordings[key]
 
-    def scores(
-        self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS
-    ) -> torch.Tensor:
+    def scores(self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS) -> Tensor:
         """Return the scores of a share of the blocks, on the device, one block after the other.
 
         Args:
@@ -131,7 +123,7 @@ class Evaluator:
         """Return the scores of one block's members."""
         return self._block_scores(generation, members).cpu().numpy()
 
-    def _block_scores(self, generation: Generation, members: NDArray[np.int64]) -> torch.Tensor:
+    def _block_scores(self, generation: Generation, members: NDArray[np.int64]) -> Tensor:
         batch = generation.batch
         with torch.no_grad(), refuse_changes(batch):
             if self.plan.one_by_one or batch is None:
@@ -147,7 +139,7 @@ class Evaluator:
 
     def outputs(self, generation: Generation, members: NDArray[np.int64]) -> Any:
         """Return the module's outputs for each of the members: tensors with the members first."""
-        batch, module = generation.batch, self.thread_module()
+        batch, module = generation.batch, self.thread_copies.get()
         assert batch is not None
         if self.plan.one_by_one:
             outputs = [self.member_output(generation, member) for member in members]
@@ -155,7 +147,7 @@ class Evaluator:
         buffers = self.copy_buffers()
         with current_block.set(Block(generation, members)) as block:
 
-            def forward(vmap_index: torch.Tensor, weights: dict[str, torch.Tensor]) -> Any:
+            def forward(vmap_index: Tensor, weights: dict[str, Tensor]) -> Any:
                 block.vmap_index = vmap_index
                 if not weights and not buffers:
                     return materialize(module(*batch.args, **batch.kwargs))
@@ -183,7 +175,7 @@ class Evaluator:
     def _member_module(self, generation: Generation, member: int) -> Iterator[tuple[nn.Module, Any]]:
         """Yield a plain module with a member's weights, and the batch; copies of both if the plan is to isolate it."""
         is_isolated, candidates, batch = self.plan.method == "isolated", generation.candidates, generation.batch
-        module = copy_module(self.module) if is_isolated else self.thread_module()
+        module = copy_module(self.module) if is_isolated else self.thread_copies.get()
         if is_isolated and batch is not None:
             batch = batch.copy()
         block = Block(generation, np.array([member]), single_member=0)
@@ -194,13 +186,13 @@ class Evaluator:
                 module.get_submodule(owner)._buffers[attribute] = buffer
             yield module, batch
 
-    def copy_buffers(self) -> dict[str, torch.Tensor]:
+    def copy_buffers(self) -> dict[str, Tensor]:
         """Return copies of the buffers, so that what a module writes to them is gone before the next block."""
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
-    def gradient(self, theta: torch.Tensor, batch: Batch) -> tuple[NDArray[np.float32], torch.Tensor]:
+    def gradient(self, theta: Tensor, batch: Batch) -> tuple[NDArray[np.float32], Tensor]:
         """Return the score of the center on a batch, (1,), and its gradient by backprop."""
-        with torch.enable_grad(), train_recurrent_layers(self.thread_module()):
+        with torch.enable_grad(), train_recurrent_layers(self.thread_copies.get()):
             center = theta.detach().clone().requires_grad_(True)
             score = self.score_at(center, batch)
             with clock("backward"):
@@ -208,9 +200,9 @@ class Evaluator:
         return score.detach().float().cpu().numpy().reshape(1), gradient
 
     @clock("forward")
-    def score_at(self, theta: torch.Tensor, batch: Batch) -> Any:
+    def score_at(self, theta: Tensor, batch: Batch) -> Any:
         """Return the score of the module with these weights."""
-        module = self.thread_module()
+        module = self.thread_copies.get()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return functional_call(module, self.genome.views(theta) | self.copy_buffers(), args, kwargs)
@@ -221,10 +213,6 @@ class Evaluator:
     def has_hooks(self) -> bool:
         """Return whether the module has hooks: functions, which the copies of all threads share."""
         return any(part._forward_hooks or part._forward_pre_hooks for part in self.module.modules())
-
-    def thread_module(self) -> nn.Module:
-        """Return this thread's copy of the module."""
-        return self.thread_copies.get()
 
 
 @contextmanager
@@ -242,7 +230,7 @@ def train_recurrent_layers(module: nn.Module) -> Iterator[None]:
 
 def prepare_input(value: Any, dtype: torch.dtype | None) -> Any:
     """Return an input in the type of the arithmetic, at an aligned address, on which the last bits of sums depend."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return value
     if dtype is not None and value.is_floating_point():
         value = value.to(dtype)
@@ -251,7 +239,7 @@ def prepare_input(value: Any, dtype: torch.dtype | None) -> Any:
 
 def to_float32(outputs: Any) -> Any:
     """Return outputs with bfloat16 tensors as float32: losses are computed in float32."""
-    return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 else x, outputs)
+    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x, outputs)
 
 
 @contextmanager

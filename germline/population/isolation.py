@@ -63,11 +63,8 @@ def set_exact(device_type: str) -> Iterator[None]:
     """Set what ``exact_arithmetic`` sets for the whole process."""
     flags: list[tuple[Any, str]] = []
     if torch.cuda.is_available():
-        flags = [
-            (torch.backends.cuda.matmul, "allow_tf32"),
-            (torch.backends.cudnn, "allow_tf32"),
-            (torch.backends.cudnn, "benchmark"),
-        ]
+        cudnn = torch.backends.cudnn
+        flags = [(torch.backends.cuda.matmul, "allow_tf32"), (cudnn, "allow_tf32"), (cudnn, "benchmark")]
     before = [getattr(owner, name) for owner, name in flags]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     # Where vmap has no rule for an operation it loops over the members, and warns at every call. The check decides

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from germline.genome import Genome
@@ -40,11 +39,7 @@ def make_population_module(module: nn.Module, genome: Genome) -> nn.Module:
     """
     numbers = {name: index for index, slot in enumerate(genome.slots) for name in (slot.name, *slot.aliases)}
     for prefix, part in list(module.named_modules()):
-        names = {
-            name: f"{prefix}.{name}" if prefix else name
-            for name, value in part._parameters.items()
-            if value is not None
-        }
+        names = {name: f"{prefix}.{name}".lstrip(".") for name, value in part._parameters.items() if value is not None}
         slots = {name: numbers[full_name] for name, full_name in names.items() if full_name in numbers}
         if slots:
             replace_layer(part, slots)
@@ -118,7 +113,7 @@ class DeferredCall:
     spec: TreeSpec  # of the arguments
 
     def __post_init__(self) -> None:
-        self.tensors = [i for i, value in enumerate(self.arguments) if isinstance(value, torch.Tensor)]
+        self.tensors = [i for i, value in enumerate(self.arguments) if isinstance(value, Tensor)]
         self.versions = [self.arguments[i]._version for i in self.tensors]
 
     def __call__(self, epilogue: Epilogue) -> Any:
@@ -126,16 +121,16 @@ class DeferredCall:
         leaves: list[Any] = []
         specs: list[TreeSpec] = []
 
-        def compute(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
+        def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
             output, spec = tree_flatten(self.rule.compute(self.make_layer_call(inputs, batched, epilogue)))
             leaves.extend(output)
             specs.append(spec)
-            return [leaf for leaf in output if isinstance(leaf, torch.Tensor)]
+            return [leaf for leaf in output if isinstance(leaf, Tensor)]
 
         tensors = iter(self.block.call_once(self.inputs(), compute))
-        return tree_unflatten([next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], specs[0])
+        return tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], specs[0])
 
-    def inputs(self) -> list[torch.Tensor]:
+    def inputs(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
         if current_block.get() is not self.block:
             raise RuntimeError("the output of a layer was used while another block was evaluated")
@@ -143,7 +138,7 @@ class DeferredCall:
             raise RuntimeError("the input of a layer was changed in place before its output was used")
         return [self.arguments[i] for i in self.tensors]
 
-    def make_layer_call(self, inputs: list[torch.Tensor], batched: list[bool], epilogue: Epilogue) -> LayerCall:
+    def make_layer_call(self, inputs: list[Tensor], batched: list[bool], epilogue: Epilogue) -> LayerCall:
         """Return the call as a rule takes it."""
 
         def forward_member(member: int) -> Any:
@@ -179,7 +174,7 @@ class ChainedCall:
         producer = self.first.call
         assert isinstance(producer, DeferredCall)
 
-        def compute(inputs: list[torch.Tensor], batched: list[bool]) -> list[torch.Tensor]:
+        def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
             parts = split(producer.make_layer_call(inputs, batched, self.first_epilogue))
             call = self.second.make_layer_call([], [], epilogue)
             return [multiply_parts(call, parts, inputs[0].shape[batched[0] : -1])]

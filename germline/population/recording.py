@@ -50,9 +50,8 @@ class Recording:
         """Return the scores where theta, sigma and the batch are in the memory that the graph reads."""
         remaining, batch = iter(tensors), self.batch
         sigma = next(remaining) if isinstance(self.candidates.sigma, torch.Tensor) else self.live
-        args, kwargs, target = tree_map(
-            lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, (batch.args, batch.kwargs, batch.target)
-        )
+        parts = (batch.args, batch.kwargs, batch.target)
+        args, kwargs, target = tree_map(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, parts)
         candidates = replace(self.candidates, generation=self.live.generation, center=center, sigma=sigma)
         return self.evaluate(candidates, Batch(args, kwargs, target, batch.size))
 

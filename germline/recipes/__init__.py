@@ -6,11 +6,10 @@ import importlib.util
 import inspect
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from germline.errors import BadInput, unknown_name
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
@@ -25,21 +24,9 @@ from germline.recipes.threshold import threshold_digits
 from germline.strategies.settings import parse_setting
 
 Maker = Callable[..., Recipe]
-RECIPES: dict[str, Maker] = {
-    "digits": digits,
-    "mnist-mlp": mnist_mlp,
-    "mnist-conv": mnist_conv,
-    "mnist-3m": mnist_3m,
-    "cif-900k": cif_900k,
-    "cif-8m": cif_8m,
-    "hybrid-es-mnist": hybrid_es_mnist,
-    "hybrid-es-convnet": hybrid_es_convnet,
-    "pesgd-mnist": pesgd_mnist,
-    "unet-nuclei": unet_nuclei,
-    "lstm-temperature": lstm_temperature,
-    "lstm-etth1": lstm_etth1,
-    "threshold-digits": threshold_digits,
-}
+CLASSES = (digits, mnist_mlp, mnist_conv, mnist_3m, cif_900k, cif_8m, hybrid_es_mnist, hybrid_es_convnet, pesgd_mnist)
+OTHERS = (unet_nuclei, lstm_temperature, lstm_etth1, threshold_digits)
+RECIPES: dict[str, Maker] = {make.__name__.replace("_", "-"): make for make in (*CLASSES, *OTHERS)}
 
 
 def recipe_address(name: str) -> str:
@@ -58,21 +45,26 @@ def find_recipe(name: str) -> Maker:
     """
     if name in RECIPES:
         return RECIPES[name]
-    if name.endswith(".py"):
-        file = Path(name).resolve()
-        if not file.is_file():
-            raise BadInput(f"There is no file {name}.")
-        return import_function(lambda: import_file(file), name, "recipe")
-    if ":" in name:
-        module, function = name.split(":", 1)
-        add_to_path(Path.cwd())
-        return import_function(lambda: importlib.import_module(module), name, function)
-    raise unknown_name("recipe", name, RECIPES)
+    is_file = name.endswith(".py")
+    module_name, colon, function = (name, ":", "recipe") if is_file else name.partition(":")
+    if not colon:
+        raise unknown_name("recipe", name, RECIPES)
+    file = Path(name).resolve()
+    if is_file and not file.is_file():
+        raise BadInput(f"There is no file {name}.")
+    add_to_path(file.parent if is_file else Path.cwd())
+    try:
+        module = import_file(file) if is_file else importlib.import_module(module_name)
+    except Exception as error:
+        raise BadInput(f"The recipe {name} cannot be loaded: {format_error(error)}") from error
+    maker: Maker | None = getattr(module, function, None)
+    if not callable(maker):
+        raise BadInput(f"There is no function {function!r} in {name}: a recipe is a function that returns gl.Recipe.")
+    return maker
 
 
 def import_file(file: Path) -> ModuleType:
-    """Import a file under a name that no other module has; modules in its folder can be imported by it."""
-    add_to_path(file.parent)
+    """Import a file under a name that no other module has."""
     name = f"germline_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -89,18 +81,6 @@ def add_to_path(directory: Path) -> None:
         sys.path.append(str(directory))
 
 
-def import_function(load: Callable[[], ModuleType], name: str, function: str) -> Maker:
-    """Return a function of the module that ``load`` imports for the recipe ``name``."""
-    try:
-        module = load()
-    except Exception as error:
-        raise BadInput(f"The recipe {name} cannot be loaded: {format_error(error)}") from error
-    maker = getattr(module, function, None)
-    if not callable(maker):
-        raise BadInput(f"There is no function {function!r} in {name}: a recipe is a function that returns gl.Recipe.")
-    return maker  # type: ignore[no-any-return]
-
-
 def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
     """Return a recipe with these settings.
 
@@ -114,7 +94,7 @@ def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
     """
     maker = find_recipe(name)
     parameters = inspect.signature(maker).parameters
-    types = typing.get_type_hints(maker)
+    types = get_type_hints(maker)
     values: dict[str, Any] = {"seed": seed} if "seed" in parameters else {}
     for key, text in settings.items():
         if key not in parameters:

@@ -7,11 +7,10 @@ layers are those of DarwiNN's code, but for a ReLU after the hidden layer of ``m
 Nothing is downloaded: where the real data are missing, a recipe trains on synthetic images of the same shape.
 """
 
-import typing
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import nn
@@ -83,7 +82,7 @@ def load_splits(
     name: str, shape: tuple[int, int, int], load: Callable[[], Splits], source: Source, examples: int | None
 ) -> Splits:
     """Return real or synthetic images of one shape, at most ``examples`` of each part."""
-    check_choice("data", source, typing.get_args(Source))
+    check_choice("data", source, get_args(Source))
     if examples is not None and examples < 1:
         raise BadInput(f"The setting examples must be at least 1, or none for all of them, not {examples}.")
     try:
@@ -101,9 +100,7 @@ def build_recipe(model: nn.Module, splits: Splits, batch_size: int) -> Recipe:
     """Return the recipe that the three nets have in common."""
     return Recipe(
         model=model,
-        data=splits.train,
-        dev=splits.dev,
-        test=splits.test,
+        **splits.as_arguments(),
         loss=F.cross_entropy,
         strategy=OpenAIES(population=96, sigma=0.02, lr=0.004),
         others={"snes": SNES(population=96, sigma=0.02), "gradient": Gradient(lr=0.001)},

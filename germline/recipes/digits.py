@@ -13,9 +13,7 @@ def digits(*, seed: int = 0, hidden: int = 64, batch_size: int = 256) -> Recipe:
     data = load_digits()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(nn.Linear(64, hidden), nn.Tanh(), nn.Linear(hidden, 10))),
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         loss=F.cross_entropy,
         strategy=OpenAIES(population=256, sigma=0.05, lr=0.03),
         others={"gradient": Gradient(lr=0.003), "pso": PSO(population=256, decay=0.9)},

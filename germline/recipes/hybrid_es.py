@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.data import load_mnist_of_hybrid_es
 from germline.recipes.recipe import Recipe, seeded
@@ -18,10 +18,11 @@ def hybrid_es_mnist(*, seed: int = 0, hidden: int = 300, batch_size: int = 1000,
     """Classify MNIST by 784-300-10 with sigmoids, from 30 epochs of batches in one order, with steps of 5."""
     strategy = HybridES(lr=RATE, weight_decay=DECAY, sigma=0.1)
     gradient = Gradient(lr=RATE, optimizer="sgd", weight_decay=DECAY)
-    model = seeded(
-        seed, lambda: init_normal(nn.Sequential(nn.Linear(784, hidden), nn.Sigmoid(), nn.Linear(hidden, 10)))
-    )
-    return build_recipe(model, strategy, gradient, batch_size, epochs, snapshot_epochs=10)
+
+    def build() -> nn.Module:
+        return init_normal(nn.Sequential(nn.Linear(784, hidden), nn.Sigmoid(), nn.Linear(hidden, 10)))
+
+    return build_recipe(seeded(seed, build), strategy, gradient, batch_size, epochs, snapshot_epochs=10)
 
 
 def hybrid_es_convnet(*, seed: int = 0, batch_size: int = 256, epochs: int = 5, lr: float = 0.1) -> Recipe:
@@ -46,10 +47,10 @@ class ConvNet(nn.Module):
         self.first, self.second = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
         self.out = nn.Linear(16 * 4 * 4, 10)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(self.first(x.view(-1, 1, 28, 28)), 2)
         x = F.max_pool2d(self.second(x), 2)
-        y: torch.Tensor = self.out(torch.tanh(x.flatten(1)))
+        y: Tensor = self.out(torch.tanh(x.flatten(1)))
         return y
 
 
@@ -61,9 +62,7 @@ def build_recipe(
     steps = len(data.train[1]) // batch_size
     return Recipe(
         model=model,
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         loss=F.cross_entropy,
         strategy=replace(strategy, examples=batch_size, epoch=steps),
         others={"gradient": gradient},

@@ -3,12 +3,11 @@
 Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heterogeneous Computing Environments", 2022.
 """
 
-import typing
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.data import load_nuclei
 from germline.errors import BadInput
@@ -36,14 +35,14 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(two_convolutions(w + 2 * w, w) for w in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, 1, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         levels = []
         for number, part in enumerate(self.down):
             x = part(F.max_pool2d(x, 2) if number else x)
             levels.append(x)
         for part, level in zip(self.up, reversed(levels[:-1]), strict=True):
             x = part(torch.cat([F.interpolate(x, scale_factor=2.0), level], 1))
-        out: torch.Tensor = self.head(x)
+        out: Tensor = self.head(x)
         return out
 
 
@@ -53,7 +52,7 @@ def two_convolutions(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU())
 
 
-def overlap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def overlap(output: Tensor, target: Tensor) -> Tensor:
     """Return the cross entropy of the pixels plus 1 minus the soft Dice coefficient, a mean over images."""
     inside = output.sigmoid()
     both, total = areas(inside, target)
@@ -61,7 +60,7 @@ def overlap(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(output, target) + missing.mean()
 
 
-def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def dice(output: Tensor, target: Tensor) -> Tensor:
     """Return the Dice coefficient, twice the intersection over the sum of both areas: a mean over images.
 
     >>> dice(torch.tensor([[[[3.0, 1.0], [-1.0, -2.0]]]]), torch.tensor([[[[1.0, 0.0], [0.0, 0.0]]]])).item()
@@ -71,19 +70,19 @@ def dice(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.where(total > 0, 2 * both / total.clamp_min(1), 1.0).mean()
 
 
-def iou(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def iou(output: Tensor, target: Tensor) -> Tensor:
     """Return the intersection over the union: a mean over images."""
     both, total = areas((output > 0).float(), target)
     either = total - both
     return torch.where(either > 0, both / either.clamp_min(1), 1.0).mean()
 
 
-def areas(inside: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def areas(inside: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return, for each image, the area of the intersection, and the sum of both areas."""
     return (inside * target).sum((1, 2, 3)), (inside + target).sum((1, 2, 3))
 
 
-def cut_squares(images: torch.Tensor, size: int) -> torch.Tensor:
+def cut_squares(images: Tensor, size: int) -> Tensor:
     """Return each image as squares of ``size`` pixels across."""
     squares = images.unfold(2, size, size).unfold(3, size, size)
     return squares.permute(0, 2, 3, 1, 4, 5).reshape(-1, 1, size, size).contiguous()
@@ -93,7 +92,7 @@ def unet_nuclei(
     *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
 ) -> Recipe:
     """Segment cell nuclei by a U-Net of 7,465 or 1,946,305 parameters, trained on squares, measured on whole images."""
-    check_choice("size", size, typing.get_args(Size))
+    check_choice("size", size, get_args(Size))
     if crop < 16 or 256 % crop:
         raise BadInput(f"The setting crop must be at least 16 and divide images of 256 pixels evenly, not {crop}.")
     data = load_nuclei()

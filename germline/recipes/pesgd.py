@@ -13,9 +13,7 @@ def pesgd_mnist(*, seed: int = 0, hidden: int = 128, batch_size: int = 64, every
     data = load_mnist()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))),
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         loss=F.cross_entropy,
         strategy=PESGD(population=4, lr=0.1),
         others={"gradient": Gradient(lr=0.1, optimizer="sgd")},

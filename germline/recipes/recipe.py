@@ -1,9 +1,8 @@
 """A recipe: everything that a run needs to know, in one value."""
 
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ class Recipe:
     snapshot_every: int = 100
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, typing.get_args(DType))
+        check_choice("dtype", self.dtype, get_args(DType))
         for name in ("evaluate_every", "snapshot_every", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

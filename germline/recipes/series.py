@@ -9,9 +9,8 @@ Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heteroge
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.data import load_series, make_windows
 from germline.errors import BadInput
@@ -25,6 +24,7 @@ LEAST_STD = 0.01  # added to the standard deviation of a window, which may be co
 class Forecaster(nn.Module):
     """An LSTM that reads a window and forecasts its last column.
 
+    >>> import torch
     >>> net = Forecaster(7, 16, 24)
     >>> net(torch.zeros(3, 48, 7)).shape
     torch.Size([3, 24])
@@ -35,19 +35,19 @@ class Forecaster(nn.Module):
         self.lstm = nn.LSTM(columns, hidden, batch_first=True)
         self.head = nn.Linear(hidden, horizon)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         unit = x[:, :, -1].std(1, keepdim=True) + LEAST_STD
         states, _ = self.lstm((x - x[:, -1:]) / unit[:, :, None])
-        change: torch.Tensor = self.head(states[:, -1])
+        change: Tensor = self.head(states[:, -1])
         return x[:, -1, -1:] + change * unit
 
 
-def mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def mse(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of a forecast."""
     return F.mse_loss(output, target[:, 1:])
 
 
-def persistence_mse(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def persistence_mse(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean squared error of the forecast that the last known value persists."""
     return F.mse_loss(target[:, :1].expand_as(target[:, 1:]), target[:, 1:])
 
@@ -64,9 +64,7 @@ def lstm_etth1(*, seed: int = 0, hidden: int = 16, window: int = 48, horizon: in
     return build_recipe(values, (12 * MONTH, 16 * MONTH, 20 * MONTH), window, horizon, hidden, seed)
 
 
-def build_recipe(
-    values: torch.Tensor, cuts: Sequence[int], window: int, horizon: int, hidden: int, seed: int
-) -> Recipe:
+def build_recipe(values: Tensor, cuts: Sequence[int], window: int, horizon: int, hidden: int, seed: int) -> Recipe:
     """Return the recipe of a series, whose train, dev and test end at the cuts."""
     if min(window, horizon) < 1:
         raise BadInput(f"The settings window and horizon must be at least 1, not {window} and {horizon}.")
@@ -74,9 +72,7 @@ def build_recipe(
     x, y = data.train
     return Recipe(
         model=seeded(seed, lambda: Forecaster(x.shape[2], hidden, y.shape[1] - 1)),
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         loss=mse,
         metrics={"mse": mse, "persistence_mse": persistence_mse},
         strategy=OpenAIES(population=128, sigma=0.05, lr=0.01),

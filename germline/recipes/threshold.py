@@ -1,11 +1,10 @@
 """Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by their accuracy."""
 
-import typing
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.data import load_digits
 from germline.objective import accuracy
@@ -23,27 +22,25 @@ class Threshold(nn.Module):
     tensor([0., 1.])
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (x > 0).to(x.dtype)
 
 
 class Binary(nn.Linear):
     """A linear layer that uses only the signs of its weights."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, torch.where(self.weight > 0, 1.0, -1.0).to(x.dtype), self.bias)
 
 
 def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "real") -> Recipe:
     """Classify digits of 8 x 8 pixels by neurons that are on or off, of real or binary weights, scored by accuracy."""
-    check_choice("weights", weights, typing.get_args(Weights))
+    check_choice("weights", weights, get_args(Weights))
     layer = nn.Linear if weights == "real" else Binary
     data = load_digits()
     return Recipe(
         model=seeded(seed, lambda: nn.Sequential(layer(64, hidden), Threshold(), layer(hidden, 10))),
-        data=data.train,
-        dev=data.dev,
-        test=data.test,
+        **data.as_arguments(),
         score=accuracy,
         metrics={"accuracy": accuracy},
         strategy=OpenAIES(population=256, sigma=0.3, lr=0.1),

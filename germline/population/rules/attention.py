@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from germline.population.rules.layer import Layer, LayerCall
 from germline.population.rules.linear import linear
@@ -26,7 +26,7 @@ def attends_to_itself(module: Any, arguments: dict[str, Any]) -> bool:
     return is_self and not has_masks and is_known and is_trained and query.device.type == "cuda"
 
 
-def attention(call: LayerCall) -> tuple[torch.Tensor, None]:
+def attention(call: LayerCall) -> tuple[Tensor, None]:
     """Compute ``nn.MultiheadAttention`` of sequences that attend to themselves, for all members."""
     module, x, first = call.module, call.inputs[0], int(call.batched[0])  # the first dimension after the members
     is_transposed = not module.batch_first and x.dim() - first == 3
@@ -41,7 +41,7 @@ def attention(call: LayerCall) -> tuple[torch.Tensor, None]:
     return out.transpose(1, 2) if is_transposed else out, None
 
 
-def project(call: LayerCall, part: nn.Module, weight: str, bias: str, x: torch.Tensor, batched: bool) -> torch.Tensor:
+def project(call: LayerCall, part: nn.Module, weight: str, bias: str, x: Tensor, batched: bool) -> Tensor:
     """Return a linear layer of x with the weight and the bias of a part of the module."""
     slots: Any = part.trained_slots
     layer = Layer(nn.Linear, {"weight": slots[weight], "bias": slots[bias]})

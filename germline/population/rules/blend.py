@@ -11,10 +11,12 @@ The same holds for a convolution, where the columns of B and the rows of E are f
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.kernels import as_kernel_arg, kernel_device, kernels_for
 from germline.noise import cached_tensor
@@ -28,6 +30,13 @@ NO_POSITIONS = torch.Size()
 FEW_PLACES = 16  # of a window, up to which a kernel does the pooling in its pass
 
 
+class Fused(NamedTuple):
+    """The part of an epilogue that a kernel does in its pass."""
+
+    relu: bool
+    window: Window | None  # of a max pooling
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts of an output: base + scale_i x_b_i a_i^T + bias_i for each member i, then the epilogue.
@@ -37,16 +46,16 @@ class Parts:
     which the first may be written to. ``a`` is (addresses, R, rank), ``bias`` (members, R).
     """
 
-    base: torch.Tensor
-    x_b: torch.Tensor
-    a: torch.Tensor
-    bias: torch.Tensor | None
-    scales: torch.Tensor  # of the noise of each member
+    base: Tensor
+    x_b: Tensor
+    a: Tensor
+    bias: Tensor | None
+    scales: Tensor  # of the noise of each member
     member_address: Addresses
     epilogue: Epilogue
     shared: bool = True
 
-    def flatten(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def flatten(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return base, x_b, a, bias and scales as kernels take them: positions in one axis, ranks before rows."""
         (addresses, _, rank), members = self.a.shape, len(self.scales)
         n, rows = self.base.shape[:2] if self.shared else self.base.shape[1:3]
@@ -60,7 +69,7 @@ class Parts:
         return base, x_b, a, bias, self.scales.to(device, full)
 
 
-def split_shared_product(call: LayerCall, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> Parts:
+def split_shared_product(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Parts:
     """Return the parts of a layer's output where all members see one input and the noise is of low rank.
 
     Args:
@@ -76,9 +85,7 @@ def split_shared_product(call: LayerCall, x: torch.Tensor, multiply: Callable[[t
     return Parts(base, x_b, a, bias, block.scales(index), block.member_address, call.epilogue)
 
 
-def multiply_shared_input(
-    call: LayerCall, x: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def multiply_shared_input(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a layer's output where all members see one input: (members, n, R, ...). See ``split_shared_product``."""
     block, index = call.block, call.layer.slots["weight"]
     if block.matrix(index) is not None:
@@ -87,7 +94,7 @@ def multiply_shared_input(
     if x.device.type != "cpu":
         return add_noise(call, base, multiply(block.dense_noise(index, x.dtype).flatten(0, 1)))
     # one address at a time: the noise of all of them would leave the processor's caches
-    outputs: list[torch.Tensor] = [base] * block.size
+    outputs: list[Tensor] = [base] * block.size
     scales, bias = block.scales(index).tolist(), call.optional_weights("bias")
     for address in range(len(block.addresses)):
         term = multiply(block.dense_noise_at(index, address, x.dtype))
@@ -99,30 +106,30 @@ def multiply_shared_input(
     return stack(outputs)
 
 
-def can_multiply_noise(call: LayerCall, x: torch.Tensor) -> bool:
+def can_multiply_noise(call: LayerCall, x: Tensor) -> bool:
     """Return whether ``multiply_shared_input`` can be used: on all devices, except for dense noise on some."""
-    has_vector_sigma = isinstance(call.block.generation.candidates.sigma, torch.Tensor)
+    has_vector_sigma = isinstance(call.block.generation.candidates.sigma, Tensor)
     has_kernels = kernel_device(x.device).type == "cuda" and not has_vector_sigma
     return x.device.type == "cpu" or has_kernels or call.block.matrix(call.layer.slots["weight"]) is not None
 
 
-def combine(parts: Parts) -> torch.Tensor:
+def combine(parts: Parts) -> Tensor:
     """Return the output that the parts are of, (members, n, R, ...), after its epilogue."""
     device = kernel_device(parts.base.device)
     if not parts.shared and device != parts.base.device:
         return combine_without_kernels(parts)
     positions = parts.base.shape[2 if parts.shared else 3 :]
-    relu, window, sizes, rest = fuse_epilogue(parts.epilogue, positions)
+    fused, sizes, rest = fuse_epilogue(parts.epilogue, positions)
     base, x_b, a, bias, scales = parts.flatten(device)
     members, (n, rows) = len(scales), base.shape[-3:-1]
-    out = allocate((members, n, rows, sizes.numel()), base) if parts.shared or window else base
+    out = allocate((members, n, rows, sizes.numel()), base) if parts.shared or fused.window else base
     member_address = cached_tensor(parts.member_address, device)
     arrays = (as_kernel_arg(array) for array in (out, base, x_b, a, bias, scales, member_address))
-    kernels_for(device).blend_outer(*arrays, relu, window)
+    kernels_for(device).blend_outer(*arrays, *fused)
     return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
 
 
-def combine_without_kernels(parts: Parts) -> torch.Tensor:
+def combine_without_kernels(parts: Parts) -> Tensor:
     """Do the same as ``combine`` by torch's operations, for a device without kernels, where bases are not shared."""
     base, x_b, a, bias, scales = parts.flatten(parts.base.device)
     a_of_members = a[cached_tensor(parts.member_address, base.device)]  # (members, rank, R)
@@ -132,59 +139,50 @@ def combine_without_kernels(parts: Parts) -> torch.Tensor:
     return apply_epilogue(out.view(parts.base.shape), parts.epilogue)
 
 
-def add_noise(call: LayerCall, base: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def add_noise(call: LayerCall, base: Tensor, noise: Tensor) -> Tensor:
     """Return base + scale_i noise_i + bias_i for each member, on a GPU: (members, n, R, ...), after the epilogue.
 
     ``base`` is (n, R, ...), ``noise`` (n, addresses * R, ...).
     """
     n, rows = base.shape[:2]
-    relu, window, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
+    fused, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
     out = base.new_empty(call.block.size, n, rows, sizes.numel())
     noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
     base = base.reshape(n, rows, -1).contiguous()
     scales, bias = call.block.scales(call.layer.slots["weight"]), call.optional_weights("bias")
-    add_terms(out, base, noise, bias, scales, call.block.member_address, relu, window)
+    add_terms(out, base, noise, bias, scales, call.block.member_address, fused)
     return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)
 
 
-def add_bias(x: torch.Tensor, bias: torch.Tensor | None, epilogue: Epilogue) -> torch.Tensor:
+def add_bias(x: Tensor, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
     """Add bias_i to each member in place, then apply the epilogue: x (members, ..., R), bias (members, R)."""
     if kernel_device(x.device).type != "cuda" or not x.is_contiguous():
         return apply_epilogue(x if bias is None else x.add_(bias.view(len(x), *(1,) * (x.dim() - 2), -1)), epilogue)
     if bias is None and not epilogue:
         return x
     flat = x.view(len(x), -1, x.shape[-1], 1)
-    relu, window, _, rest = fuse_epilogue(epilogue)
-    add_terms(flat, flat, None, bias, x.new_ones(len(x)), np.zeros(len(x), np.int64), relu, window)
+    fused, _, rest = fuse_epilogue(epilogue)
+    add_terms(flat, flat, None, bias, x.new_ones(len(x)), np.zeros(len(x), np.int64), fused)
     return apply_epilogue(x, rest)
 
 
 def add_terms(
-    out: torch.Tensor,
-    base: torch.Tensor,
-    noise: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scales: torch.Tensor,
-    member_address: Addresses,
-    relu: bool,
-    window: Window | None,
+    out: Tensor, base: Tensor, noise: Tensor | None, bias: Tensor | None, scales: Tensor, index: Addresses, fused: Fused
 ) -> None:
     """Write base + noise + bias of each member to out, by the kernel of ``combine`` without a factor A."""
     full = torch.float64 if out.dtype == torch.float64 else torch.float32
     bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
-    arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(member_address, out.device))
-    kernels_for(out.device).blend_outer(*arrays, relu, window)
+    arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(index, out.device))
+    kernels_for(out.device).blend_outer(*arrays, *fused)
 
 
-def fuse_epilogue(
-    epilogue: Epilogue, positions: torch.Size = NO_POSITIONS
-) -> tuple[bool, Window | None, torch.Size, Epilogue]:
-    """Return what the kernel does of an epilogue: a relu, a pooling of images, their sizes after it; and the rest."""
+def fuse_epilogue(epilogue: Epilogue, positions: torch.Size = NO_POSITIONS) -> tuple[Fused, torch.Size, Epilogue]:
+    """Return what the kernel does of an epilogue, the sizes of images after it, and the rest of the epilogue."""
     relu = bool(epilogue) and isinstance(epilogue[0], Relu)
     rest = epilogue[1:] if relu else epilogue
     pool = rest[0] if rest else None
     if len(positions) != 2 or not isinstance(pool, MaxPool) or prod(pool.kernel) > FEW_PLACES:
-        return relu, None, positions, rest
+        return Fused(relu, None), positions, rest
     axes = zip(positions, pool.kernel, pool.stride, strict=True)
     sizes = torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in axes])
-    return relu, (*positions, *pool.kernel, *pool.stride), sizes, rest[1:]
+    return Fused(relu, (*positions, *pool.kernel, *pool.stride)), sizes, rest[1:]

@@ -2,22 +2,21 @@
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from germline.population.block import current_block
 
 SPATIAL = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}  # dimensions that are dropped as a whole
 
 
-def dropout_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def dropout_forward(self: Any, x: Tensor) -> Tensor:
     """Drop elements, or whole channels: the forward of a dropout layer, in evaluation mode, too."""
     block = current_block.get()
     spatial = next(count for kind, count in SPATIAL.items() if isinstance(self, kind))
     own = 2 if spatial == 2 else x.dim() - spatial  # Dropout2d takes three dimensions as examples and channels, too
     shape = (*x.shape[:own], *(1,) * (x.dim() - own))
 
-    def draw_factors() -> torch.Tensor:
+    def draw_factors() -> Tensor:
         """Return 0 where an element is dropped, else 1 / (1 - p): (members, *shape)."""
         return block.draw_dropout_mask(shape, self.p).to(x.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
 

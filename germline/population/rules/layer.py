@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from germline.population.block import Block
@@ -28,7 +28,7 @@ class LayerCall:
     layer: Layer
     module: Any  # the layer itself: its settings, and its parameters that are not trained
     block: Block
-    inputs: list[torch.Tensor]  # the tensors among the arguments, in their order
+    inputs: list[Tensor]  # the tensors among the arguments, in their order
     batched: list[bool]  # which inputs differ between members: these have the members first
     forward_member: Callable[[int], Any]  # the layer's own forward for one member
     epilogue: Epilogue = ()  # what is to be done with the output
@@ -38,12 +38,10 @@ class LayerCall:
         """Return whether all members see the same inputs."""
         return not any(self.batched)
 
-    def inputs_of_members(self) -> list[torch.Tensor]:
+    def inputs_of_members(self) -> list[Tensor]:
         """Return all inputs with the members first; those that are the same for all members are expanded."""
-        return [
-            x if batched else x.expand(self.block.size, *x.shape)
-            for x, batched in zip(self.inputs, self.batched, strict=True)
-        ]
+        size, pairs = self.block.size, zip(self.inputs, self.batched, strict=True)
+        return [x if has_members else x.expand(size, *x.shape) for x, has_members in pairs]
 
     def is_separable(self, name: str) -> bool:
         """Return whether a parameter is a center that all members share plus noise, in the type of the arithmetic."""
@@ -53,14 +51,14 @@ class LayerCall:
         dtype = generation.get_dtype(self.block.slot(self.layer.slots[name]))
         return dtype in (torch.float32, torch.float64, generation.dtype)
 
-    def weights(self, name: str) -> torch.Tensor:
+    def weights(self, name: str) -> Tensor:
         """Return a parameter of all members, (members, *shape); one that is not trained is the same for all."""
         if name in self.layer.slots:
             return self.block.weights(self.layer.slots[name])
-        fixed: torch.Tensor = getattr(self.module, name)
+        fixed: Tensor = getattr(self.module, name)
         return fixed.expand(self.block.size, *fixed.shape)
 
-    def optional_weights(self, name: str) -> torch.Tensor | None:
+    def optional_weights(self, name: str) -> Tensor | None:
         """Return a parameter of all members, or None where the layer has none, for instance no bias."""
         has_parameter = name in self.layer.slots or getattr(self.module, name) is not None
         return self.weights(name) if has_parameter else None
@@ -77,7 +75,7 @@ class Rule:
 
 def per_member(call: LayerCall) -> Any:
     """Run the layer's own forward, member by member: as fast as inference."""
-    outputs: list[torch.Tensor] = []
+    outputs: list[Tensor] = []
     for member in range(call.block.size):
         call.block.single_member = member
         try:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from germline.kernels import kernel_device, kernels_for
 from germline.noise import cached_tensor
@@ -24,7 +25,7 @@ THIN = 4  # ranks up to which a product with noise is bounded by reading its inp
 NARROW = 64  # rows of weights and noise up to which a layer is bounded by reading its input
 
 
-def linear(call: LayerCall) -> torch.Tensor:
+def linear(call: LayerCall) -> Tensor:
     """Compute a linear layer for all members."""
     (x,), (batched,), block = call.inputs, call.batched, call.block
     if not is_activation(call.epilogue):  # a pooling needs the output in its final shape
@@ -48,14 +49,14 @@ def is_activation(epilogue: Epilogue) -> bool:
     return not epilogue or (len(epilogue) == 1 and isinstance(epilogue[0], Relu))
 
 
-def is_worth_sharing(call: LayerCall, x: torch.Tensor) -> bool:
+def is_worth_sharing(call: LayerCall, x: Tensor) -> bool:
     """Return whether dense noise is multiplied apart from the center: on a CPU, if the products are not small."""
     if x.device.type == "cpu":
         return x.numel() * call.block.slot(call.layer.slots["weight"]).shape[0] >= SMALL
     return blend.can_multiply_noise(call, x)
 
 
-def multiply_rows(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def multiply_rows(x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function that multiplies x with weights, (rows, C), and gives (n, rows)."""
     flat = x.reshape(-1, x.shape[-1])  # (n, C)
     return lambda weight: F.linear(flat, weight)
@@ -74,7 +75,7 @@ def split(call: LayerCall) -> blend.Parts:
     return blend.Parts(base, x_b, a, bias, block.scales(index), block.member_address, call.epilogue, shared=False)
 
 
-def multiply_thin(x: torch.Tensor, b_t: torch.Tensor, block: Block) -> torch.Tensor:
+def multiply_thin(x: Tensor, b_t: Tensor, block: Block) -> Tensor:
     """Return x_i B_i for each member: x is (members, n, C), b_t (addresses, rank, C); (members, n, rank)."""
     member_address = cached_tensor(block.member_address, x.device)
     if kernel_device(x.device) != x.device or b_t.shape[1] > THIN or x.dtype == torch.float64:
@@ -98,30 +99,29 @@ def can_chain(producer: Layer, epilogue: Epilogue, consumer: Layer, block: Block
     return is_activation(epilogue) and matrix is not None and matrix.rank <= THIN and is_narrow(consumer, block)
 
 
-def multiply_parts(call: LayerCall, parts: blend.Parts, sizes: torch.Size) -> torch.Tensor:
+def multiply_parts(call: LayerCall, parts: blend.Parts, sizes: torch.Size) -> Tensor:
     """Compute a narrow layer on the parts of another layer's output, of these sizes without the last."""
     base, x_b, a, bias, scales = parts.flatten(parts.base.device)
     return multiply_narrow(call, (base.squeeze(-1), x_b.squeeze(-1), a, bias, scales), bool(parts.epilogue), sizes)
 
 
-def multiply_narrow(
-    call: LayerCall, inputs: tuple[torch.Tensor, ...], relu_inputs: bool, sizes: torch.Size
-) -> torch.Tensor:
+def multiply_narrow(call: LayerCall, inputs: tuple[Tensor, ...], relu_inputs: bool, sizes: torch.Size) -> Tensor:
     """Compute a narrow layer by its kernel: of its input, (members, n, C), or of the parts of its input."""
     block, index, dtype = call.block, call.layer.slots["weight"], inputs[0].dtype
     a, b = (factor.transpose(1, 2).contiguous() for factor in block.factors(index, dtype))  # (addresses, rank, R or C)
     rows, n = a.shape[2], inputs[0].shape[-2]
     out = torch.empty(block.size, n, rows, dtype=dtype, device=inputs[0].device)
-    relu, _, _, rest = blend.fuse_epilogue(call.epilogue)
+    fused, _, rest = blend.fuse_epilogue(call.epilogue)
     bias = call.optional_weights("bias")
     bias = out.new_zeros(block.size, rows) if bias is None else bias.contiguous()
     scales, member_address = block.scales(index).float(), cached_tensor(block.member_address, out.device)
     weight = block.generation.center(index)
-    kernels_for(out.device).narrow_linear(out, inputs, relu_inputs, weight, a, b, bias, scales, member_address, relu)
+    arrays = (weight, a, b, bias, scales, member_address)
+    kernels_for(out.device).narrow_linear(out, inputs, relu_inputs, *arrays, fused.relu)
     return apply_epilogue(out, rest).view(block.size, *sizes, rows)
 
 
-def batched_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear layer of each member: x is (members, ..., C), weight (members, R, C), bias (members, R)."""
     rows = x.reshape(len(x), -1, x.shape[-1])  # (members, n, C)
     weight_t = weight.transpose(1, 2)  # (members, C, R)
