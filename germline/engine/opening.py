@@ -193,12 +193,16 @@ def open_for_replay(journal: Journal, given: AnyStrategy | None = None) -> Sessi
 
 
 def check_same_settings(strategy: AnyStrategy, header: Mapping[str, Any], run: str) -> None:
-    """Raise an error if a strategy has other settings than a run; those that the run has chosen are not compared."""
-    chosen = {"slices", "shards"}  # may have been multiplied by the number of ranks
-    for name, value in describe_settings(strategy).items():
-        recorded = header["settings"].get(name, value)
-        if value not in (None, "auto") and recorded != value and not (name in chosen and recorded > value):
-            raise BadInput(f"{run} was started with {name}={recorded}, not {value}: a run keeps its settings.")
+    """Raise an error if a strategy has other settings than a run; the number of ranks may have changed two of them."""
+    processes, recorded = header["processes"], header["settings"]
+    for name, value in describe_settings(strategy.bind(Genome.from_description(header["layout"]))).items():
+        allowed = [value]
+        if name == "shards" and value == 1:
+            allowed.append(processes)
+        if name == "slices" and recorded.get("per_worker"):
+            allowed.append(processes * value)
+        if recorded.get(name, value) not in allowed:
+            raise BadInput(f"{run} was started with {name}={recorded[name]}, not {value}: a run keeps its settings.")
 
 
 def admit_workers(session: Session, header: Mapping[str, Any], batch: Any = None) -> None:

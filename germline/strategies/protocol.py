@@ -80,6 +80,29 @@ class Strategy(Protocol[S]):
         ask_arrays: The names of the State's arrays that ``ask`` reads; every process of a fleet holds them whole.
         has_semi_updates: Whether the update is a sum over members that can be computed in shards (``SummedStrategy``).
         population: The number of members that are scored in a generation.
+
+    >>> @dataclass(frozen=True)
+    ... class State:
+    ...     theta: torch.Tensor
+    >>> @dataclass(frozen=True)
+    ... class HillClimbing(Strategy[State]):
+    ...     name: ClassVar[str] = "hill-climbing"
+    ...     population: int = 16
+    ...     def init(self, theta):
+    ...         return State(theta)
+    ...     def values(self, state, generation):
+    ...         return {"sigma": 0.1}
+    ...     def ask(self, state, field, generation, values):
+    ...         return Candidates(field, generation, state.theta, values["sigma"])
+    ...     def tell(self, state, result, field, *, maximize, start=0):
+    ...         best = result.scores.argmax() if maximize else result.scores.argmin()
+    ...         noise = field.members([int(best)], result.generation, state.theta.device)
+    ...         return State(noise.perturb(state.theta, result.values["sigma"], start=start)[0])
+    >>> import germline as gl
+    >>> search = gl.Search(torch.nn.Linear(2, 1), HillClimbing(), objective=lambda net: abs(net.bias.item() - 3))
+    >>> costs = [float(search.step().min()) for _ in range(50)]
+    >>> costs[-1] < 0.1
+    True
     """
 
     name: ClassVar[str]

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from germline.errors import BadInput
+from germline.errors import BadInput, MachineError
 from germline.fleet.protocol import Scores
 from germline.fleet.spmd.collective import Collective
 from germline.fleet.spmd.shares import Shares
 from germline.strategies.state import pack, unpack
 
 T = TypeVar("T")
+FAILURES = (BadInput, MachineError, RuntimeError)  # what a rank raises when another has failed; the last for all others
 STATUS = np.dtype(
     [("failed", "<i4"), ("interrupted", "<i4"), ("seconds", "<f8"), ("piece_seconds", "<f8"), ("digest", "S16")]
 )
@@ -68,7 +69,7 @@ class Ranks:
         return unpack(state, tree, arrays)
 
     def on_journal_rank(self, work: Callable[[], T]) -> T:
-        value: Any = self.collective.run_with_heartbeat(work, self.journal_rank)
+        value: Any = self.all_or_none(lambda: self.collective.run_with_heartbeat(work, self.journal_rank))
         return self.broadcast(value)  # type: ignore[no-any-return]
 
     def all_or_none(self, work: Callable[[], T]) -> T:
@@ -81,12 +82,12 @@ class Ranks:
         return value
 
     def _raise_if_any_failed(self, error: Exception | None) -> None:
-        said = None if error is None else [isinstance(error, BadInput), f"{error}" or type(error).__name__]
+        said = None if error is None else [failure_kind(error), f"{error}" or type(error).__name__]
         failures = {rank: failure for rank, failure in enumerate(self.collective.exchange(said)) if failure is not None}
-        for rank, (is_bad_input, sentence) in failures.items():  # the first decides for all
-            if error is not None and isinstance(error, BadInput) == is_bad_input:
+        for rank, (kind, sentence) in failures.items():  # the first decides for all
+            if error is not None and failure_kind(error) == kind:
                 raise error
-            raise (BadInput if is_bad_input else RuntimeError)(f"Rank {rank}: {sentence}")
+            raise FAILURES[kind](f"Rank {rank}: {sentence}")
 
     def all(self, holds: bool) -> bool:
         return bool(self.collective.gather(torch.tensor([holds])).all())
@@ -138,6 +139,11 @@ class Ranks:
             raise BadInput(
                 f"Rank {others[0]} was given another batch than rank 0: all ranks must see the same examples."
             )
+
+
+def failure_kind(error: Exception) -> int:
+    """Return the number of an error's kind, by which other ranks raise the same."""
+    return next((i for i, kind in enumerate(FAILURES) if isinstance(error, kind)), len(FAILURES) - 1)
 
 
 def digest(value: Any) -> str:
