@@ -9,16 +9,16 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
-from germline.fleet.gradients import weigh_gradient
+from germline.fleet.gradients import Scores, average_scores, sum_in_order, weigh_gradient
 from germline.objective import Batch, seeded_generators
 from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
-from germline.strategies.candidates import Candidates
+from germline.strategies import Candidates, Wire
 
+A = TypeVar("A")
 T = TypeVar("T")
-Scores = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,13 @@ class Executor:
         is_alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.has_hooks
         return self.workers or (1 if is_alone else torch.get_num_threads())
 
-    def gradients(
-        self, evaluator: Evaluator, theta: torch.Tensor, parts: list[Batch], size: int
-    ) -> tuple[Scores, torch.Tensor]:
+    def gradient(self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire) -> tuple[Scores, Tensor]:
+        """Return the score of the center on a batch and its gradient, computed in this process."""
+        parts = batch.split(evaluator.plan.slices)
+        scores, rows = self.gradients(evaluator, theta, parts, batch.size)
+        return average_scores(scores, parts), sum_in_order(rows, [len(parts)], wire=wire)
+
+    def gradients(self, evaluator: Evaluator, theta: Tensor, parts: list[Batch], size: int) -> tuple[Scores, Tensor]:
         """Return the scores of some slices of a batch, and their gradients weighed by their share of its examples."""
         keep_memory()
         threads = self.count_threads(evaluator)
@@ -108,9 +112,6 @@ def find_device(name: str, default: torch.device | None = None) -> torch.device:
     if not is_present.get(device.type, False):
         raise BadInput(f"This machine has no device {name!r}: choose another device, or auto.")
     return device
-
-
-A = TypeVar("A")
 
 
 def run_on_threads(work: Callable[[A], T], items: list[A], threads: int) -> list[T]:

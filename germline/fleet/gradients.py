@@ -12,11 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.noise import Span, round_to
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.protocol import Wire
+from germline.strategies import Wire
 
 COLUMNS = 256  # columns that share an int8 scale; spans begin at multiples of it
 SCALE_BYTES = 4
@@ -32,12 +33,12 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]: ...
+    def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]: ...
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def gather(self, tensor: Tensor) -> Tensor: ...
 
 
-def weigh_gradient(evaluator: Evaluator, theta: torch.Tensor, part: Batch, size: int) -> tuple[Scores, torch.Tensor]:
+def weigh_gradient(evaluator: Evaluator, theta: Tensor, part: Batch, size: int) -> tuple[Scores, Tensor]:
     """Return the score of a slice of a batch of ``size`` examples, and its gradient times its share of them."""
     score, gradient = evaluator.gradient(theta, part)
     return score, gradient * round_to(part.size / size, gradient.dtype)
@@ -51,7 +52,7 @@ def average_scores(scores: Scores, parts: list[Batch]) -> Scores:
     return np.array([total / sum(part.size for part in parts)], np.float32)
 
 
-def encode_rows(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+def encode_rows(rows: Tensor, wire: Wire) -> Tensor:
     """Encode rows of numbers as rows of bytes.
 
     >>> encode_rows(torch.ones(2, 300), "bfloat16").shape, encode_rows(torch.ones(2, 300), "int8").shape
@@ -70,7 +71,7 @@ def encode_rows(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     return torch.cat([scale.view(torch.uint8), integers.to(torch.int8).view(torch.uint8)], -1).view(count, -1)
 
 
-def decode_rows(encoded: torch.Tensor, width: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(encoded: Tensor, width: int, wire: Wire, dtype: torch.dtype) -> Tensor:
     """Return the rows, of ``width`` numbers each, that were encoded.
 
     >>> decode_rows(encode_rows(torch.tensor([[1.0, -0.5, 0.0]]), "int8"), 3, "int8", torch.float32)
@@ -86,9 +87,7 @@ def decode_rows(encoded: torch.Tensor, width: int, wire: Wire, dtype: torch.dtyp
     return rows.view(len(encoded), -1)[:, :width].to(dtype)
 
 
-def sum_in_order(
-    rows: torch.Tensor, counts: list[int], collective: Exchange | None = None, wire: Wire = "float32"
-) -> torch.Tensor:
+def sum_in_order(rows: Tensor, counts: list[int], collective: Exchange | None = None, wire: Wire = "float32") -> Tensor:
     """Return the sum of all rows, in the order of the processes that hold them.
 
     Each process adds a span of the columns, which it receives from all, and sends the sum to all: of S slices of M
@@ -118,13 +117,13 @@ def sum_in_order(
     return torch.cat([decode_rows(part, b - a, wire, dtype)[0] for part, (a, b) in zip(sums, spans, strict=True)])
 
 
-def sum_encoded(encoded: torch.Tensor, size: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def sum_encoded(encoded: Tensor, size: int, wire: Wire, dtype: torch.dtype) -> Tensor:
     """Return the sum of all rows, rounded as it would travel."""
     total = add_rows(decode_rows(encoded, size, wire, dtype))
     return decode_rows(encode_rows(total[None], wire), size, wire, dtype)[0]
 
 
-def add_rows(rows: torch.Tensor) -> torch.Tensor:
+def add_rows(rows: Tensor) -> Tensor:
     """Return the sum of some rows, added one after the other."""
     total = rows[0].clone()
     for row in rows[1:]:

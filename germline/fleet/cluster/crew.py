@@ -5,7 +5,6 @@ whichever its measured rates make cheaper.
 """
 
 import hashlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 
 from germline.fleet.cluster.hub import Hub, Peer
 from germline.fleet.cluster.messages import encode_state
-from germline.strategies.protocol import AnyStrategy, GenerationInputs, GenerationResult
-from germline.strategies.state import ask_tensors, pack
+from germline.strategies import AnyStrategy, GenerationInputs, GenerationResult, pack
+from germline.strategies.state import ask_tensors
 
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
@@ -44,7 +43,6 @@ class RemoteWorker:
     has_whole_state: bool
     tell_seconds: float
     rates: dict[str, float] = field(default_factory=dict)
-    joined: float = field(default_factory=time.time)
     pieces: int = 0
     checked: int = -1
     last_useful: int = 0
@@ -53,10 +51,6 @@ class RemoteWorker:
     answers: int = 0
     strikes: int = 0
     pending: set[tuple[int, int]] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        return str(self.peer.about.get("name"))
 
     @property
     def rate(self) -> float:
@@ -130,19 +124,18 @@ class Crew:
             return
         strategy, state, bandwidth = inputs.strategy, inputs.state, worker.peer.bandwidth
         asked = ask_tensors(strategy.ask_arrays, state)
+        latest = self.records.get(generation - 1)
+        is_whole = latest is not None and self.should_follow(worker, strategy, state, latest)
         known = worker.version if worker.has_whole_state and worker.version is not None else ""
         if known.isdigit() and inputs.version.isdigit() and strategy.kind == "evolve":
             missing = range(int(known), int(inputs.version))
             if missing and all(number in self.records for number in missing):
                 width = self.records[missing[0]].scores.nbytes
                 by_records = len(missing) * (width / bandwidth + worker.tell_seconds)
-                is_follower = worker.tell_seconds + width / bandwidth < count_bytes(asked) / bandwidth
-                by_weights = count_bytes(pack(state)[1] if is_follower else asked) / bandwidth
+                by_weights = count_bytes(pack(state)[1] if is_whole else asked) / bandwidth
                 if by_records < by_weights:
                     self.send_records(worker, missing.start, missing.stop)
                     return
-        latest = self.records.get(generation - 1)
-        is_whole = latest is not None and self.should_follow(worker, strategy, state, latest)
         tree, layout, contents = encode_state(state)
         if not is_whole:
             chosen = [(about, content) for about, content in zip(layout, contents, strict=True) if about[0] in asked]

@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from germline.errors import BadInput
-from germline.fleet.cluster.messages import (
-    HEARTBEATS,
-    ConnectionLostError,
-    Head,
-    Message,
-    Stream,
-    address_for,
-    load_transport,
-    parse_address,
-)
+from germline.fleet.cluster import messages
+from germline.fleet.cluster.messages import HEARTBEATS, ConnectionLostError, Head, Message, Stream
 
 REFUSALS = 100  # that are remembered
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -45,11 +37,15 @@ class Peer:
     bandwidth: float
     outbox: "asyncio.Queue[Message]" = field(default_factory=asyncio.Queue)
 
+    @property
+    def name(self) -> str:
+        return str(self.about.get("name"))
+
 
 class Event(NamedTuple):
     kind: Literal["joined", "answered", "left"]
     peer: Peer
-    message: Message = Message({}, [])
+    message: Message = Message({})
 
 
 def print_status(text: str) -> None:
@@ -72,50 +68,43 @@ class Hub:
         if keys is None and host not in LOOPBACK:
             message = f"Without keys, every machine that reaches {host} could join"
             raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
-        self.comm = load_transport()
         self.greet, self.timeout, self.say = greet, timeout, say
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.numbers, self.peers = itertools.count(1), dict[int, Peer]()
         self.refusals: list[str] = []
+        address, options = messages.address_for(host, port, keys, server=True)
+        self.listener = messages.load_transport().listen(address, self._meet, deserialize=False, **options)
         self.loop = asyncio.new_event_loop()
-        address, options = address_for(host, port, keys, server=True)
-        self.listener = self.comm.listen(address, self._meet, deserialize=False, **options)
-        self.thread = threading.Thread(target=self._run, name="germline-hub", daemon=True)
-        started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="germline-hub", daemon=True)
         self.thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(started), self.loop)
-        error = started.get()
-        if error is not None:
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self.loop).result()
+        except Exception as error:
             message = f"Cannot listen on {host}:{port}: {error}"
             raise BadInput(f"{message}. Choose another address with --listen.") from error
-        self.host, self.port = parse_address(self.listener.contact_address.partition("://")[2])
+        self.host, self.port = messages.parse_address(self.listener.contact_address.partition("://")[2])
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+    async def _start(self) -> None:
+        await self.listener.start()
+        self.watch = asyncio.ensure_future(self._watch())
 
-    async def _start(self, started: "queue.SimpleQueue[Exception | None]") -> None:
-        try:
-            await self.listener.start()
-        except Exception as error:
-            started.put(error)
-            return
-        started.put(None)
+    async def _watch(self) -> None:
+        """Give up silent workers."""
         while True:
             await asyncio.sleep(self.timeout / HEARTBEATS)
             for peer in list(self.peers.values()):
                 if peer.stream.silent_seconds > self.timeout:
-                    self.say(f"worker {peer.about.get('name')} has been silent for {self.timeout:g} s and is given up")
+                    self.say(f"worker {peer.name} has been silent for {self.timeout:g} s and is given up")
                     peer.stream.abort()
 
     async def _meet(self, comm: Any) -> None:
         stream = Stream(comm)
         try:
-            about, bandwidth = await asyncio.wait_for(self.greet(stream), None)
+            about, bandwidth = await self.greet(stream)
         except Exception as error:  # whatever connects
             self._remember(f"{comm.peer_address}: {error}")
             self.say(f"a worker at {comm.peer_address} was turned away: {error}")
@@ -149,7 +138,7 @@ class Hub:
 
     def send(self, peer: Peer, head: Head, arrays: Sequence[bytes] = ()) -> None:
         """Send a message from any thread; messages to one peer arrive in order."""
-        self.loop.call_soon_threadsafe(peer.outbox.put_nowait, Message(head, list(arrays)))
+        self.loop.call_soon_threadsafe(peer.outbox.put_nowait, Message(head, arrays))
 
     def disconnect(self, peer: Peer) -> None:
         """Close a connection; the worker connects again."""
@@ -163,8 +152,8 @@ class Hub:
                 await peer.stream.write({"op": "refused", "reason": reason})
             peer.stream.abort()
 
-        self.say(f"worker {peer.about.get('name')} is turned away: {reason}")
-        self._remember(f"{peer.about.get('name')}: {reason}")
+        self._remember(f"{peer.name}: {reason}")
+        self.say(f"worker {peer.name} is turned away: {reason}")
         asyncio.run_coroutine_threadsafe(end(), self.loop)
 
     def _remember(self, refusal: str) -> None:

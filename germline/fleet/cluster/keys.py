@@ -1,7 +1,7 @@
 """Certificates of a fleet: one authority, and a key for each machine. Both ends of a connection must show one.
 
-A machine needs three files: ``ca.pem``, by which it recognizes the others, and its own ``cert.pem`` and ``key.pem``. The
-key of the authority, ``ca.key``, stays where it was created.
+A machine needs three files: ``ca.pem``, by which it recognizes the others, and its own ``cert.pem`` and ``key.pem``.
+The key of the authority, ``ca.key``, stays where it was created.
 """
 
 import datetime

@@ -20,17 +20,10 @@ import torch
 
 from germline import noise
 from germline.errors import BadInput
+from germline.fleet.cluster import messages
 from germline.fleet.cluster.elastic import PARENT
 from germline.fleet.cluster.hub import print_status
-from germline.fleet.cluster.messages import (
-    ConnectionLostError,
-    Head,
-    Message,
-    Stream,
-    address_for,
-    load_transport,
-    parse_address,
-)
+from germline.fleet.cluster.messages import ConnectionLostError, Head, Message, Stream, answer_to
 from germline.machine import processor_name
 from germline.version import __version__
 
@@ -79,9 +72,9 @@ class WorkerProcess:
 
     async def run(self) -> None:
         """Work until the run has ended, or the coordinator turns this worker away."""
-        comm = load_transport()
-        host, port = parse_address(self.address)
-        address, options = address_for(host, port, self.keys, server=False)
+        comm = messages.load_transport()
+        host, port = messages.parse_address(self.address)
+        address, options = messages.address_for(host, port, self.keys, server=False)
         pause = PAUSES[0]
         while True:
             try:
@@ -158,15 +151,14 @@ class WorkerProcess:
             if head.get("op") != "job":
                 self.follower.version = None
                 return None
-            about = {key: head[key] for key in ("job", "chunk", "version", "kind", "first", "last")}
-            return Message(about | {"op": "failed", "reason": f"{type(error).__name__}: {error}"}, [])
+            return answer_to(head, "failed", reason=f"{type(error).__name__}: {error}")
 
     def _join(self, head: Head) -> Message:
         try:
             ready = self.follower.join(head["run"], head["header"])
         except Exception as error:
             reason = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
-            return Message({"op": "ready", "differs": reason.rstrip(".")}, [])
+            return Message({"op": "ready", "differs": reason.rstrip(".")})
         recipe, strategy = head["header"]["recipe"] or "a run started in Python", head["header"]["strategy"]
         self.say(f"working for {self.address}: {recipe} by {strategy}")
         return ready

@@ -7,18 +7,18 @@ blocks and sums are the same in every rank, so the weights do not depend on whic
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.fleet.executor import Executor, find_device
-from germline.fleet.gradients import average_scores, sum_in_order
-from germline.fleet.protocol import Sample, Scores
+from germline.fleet.gradients import Scores, average_scores, sum_in_order
+from germline.fleet.protocol import Fleet, Inputs
 from germline.fleet.spmd.collective import Backend, Collective, connect
 from germline.fleet.spmd.exchange import Exchange, Mode, SharedUpdate, check_exchange
 from germline.fleet.spmd.group import Ranks
@@ -28,22 +28,13 @@ from germline.fleet.spmd.shares import Shares, members_of_rank, split_evenly
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.candidates import Candidates
-from germline.strategies.protocol import (
-    AnyStrategy,
-    GenerationInputs,
-    GenerationResult,
-    GradientStrategy,
-    MemberStrategy,
-    SummedStrategy,
-    Wire,
-)
+from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire
 from germline.strategies.settings import check_choice
 
 TIMEOUT = 120.0  # seconds
 
 
-class SPMD:
+class SPMD(Fleet):
     """One of many processes that were started together and do the same work.
 
     Args:
@@ -80,10 +71,6 @@ class SPMD:
         self.shares: dict[tuple[int, int], Shares] = {}  # of blocks, and of slices
         self.counted = (0, 0)  # bytes sent and received at the last count
         self.run_number = 0  # in this program: there may be several runs, one after the other
-
-    @property
-    def is_idle(self) -> bool:
-        return False
 
     @property
     def launch_name(self) -> str | None:
@@ -124,21 +111,19 @@ class SPMD:
 
     def adapt(self, strategy: AnyStrategy) -> AnyStrategy:
         check_exchange(self.exchange, strategy)
-        size = self.group.size
-        if strategy.kind == "differentiate":
-            gradient = cast(GradientStrategy[Any], strategy)
-            slices = size * gradient.slices
-            return dataclasses.replace(gradient, slices=slices) if gradient.per_worker else strategy  # type: ignore[type-var]
-        if self.exchange != "semi":
-            return strategy
-        shards = cast(SummedStrategy[Any], strategy).shards
-        return dataclasses.replace(strategy, shards=shards if shards > 1 else size)  # type: ignore[type-var]
+        settings: Any = strategy  # those of its kind
+        changes = {}
+        if strategy.kind == "differentiate" and settings.per_worker:
+            changes["slices"] = self.group.size * settings.slices
+        if self.exchange == "semi" and settings.shards == 1:
+            changes["shards"] = self.group.size
+        return cast(AnyStrategy, dataclasses.replace(settings, **changes)) if changes else strategy
 
     def check(self, strategy: AnyStrategy) -> None:
         check_exchange(self.exchange, strategy)
-        shards = cast(SummedStrategy[Any], strategy).shards if self.exchange == "semi" else 0
-        if shards % self.group.size:
-            raise BadInput(f"{shards} shards cannot be shared out evenly among {self.group.size} ranks.")
+        settings: Any = strategy
+        if self.exchange == "semi" and settings.shards % self.group.size:
+            raise BadInput(f"{settings.shards} shards cannot be shared out evenly among {self.group.size} ranks.")
 
     def start_run(self) -> None:
         SPMD.runs += 1
@@ -146,16 +131,8 @@ class SPMD:
         self.group.latest, self.shares = None, {}
         self.group.agree(lambda: {"exchange": self.exchange})
 
-    def admit(self, header: Mapping[str, Any], sample: Sample, batch: Batch | None = None) -> None:
-        pass
-
     def score(
-        self,
-        evaluator: Evaluator,
-        candidates: Candidates,
-        population: int,
-        batch: Batch | None,
-        inputs: GenerationInputs | None = None,
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
         block = evaluator.plan.block
 
@@ -165,13 +142,8 @@ class SPMD:
         return self.group.share_work(self._find_shares(-(-population // block), block), score_share)[:population]
 
     def gradient(
-        self,
-        evaluator: Evaluator,
-        theta: torch.Tensor,
-        batch: Batch,
-        wire: Wire,
-        inputs: GenerationInputs | None = None,
-    ) -> tuple[Scores, torch.Tensor]:
+        self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None
+    ) -> tuple[Scores, Tensor]:
         parts = batch.split(evaluator.plan.slices)
         shares, rows = self._find_shares(len(parts), 0), theta.new_empty(0, theta.numel())
 
@@ -232,9 +204,6 @@ class SPMD:
         return TeamMembers(update, team, self.executor, self.group.share_work)
 
     def count_bytes(self) -> tuple[int, int]:
-        now, before = (self.collective.traffic.sent, self.collective.traffic.received), self.counted
-        self.counted = now
+        traffic, before = self.collective.traffic, self.counted
+        now = self.counted = traffic.sent, traffic.received
         return now[0] - before[0], now[1] - before[1]
-
-    def close(self, *, ended: bool = False) -> None:
-        pass

@@ -3,16 +3,16 @@
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from germline.errors import BadInput
-from germline.fleet.protocol import Scores
+from germline.fleet.gradients import Scores
 from germline.fleet.spmd.collective import Collective
 from germline.fleet.spmd.shares import Shares
-from germline.strategies.state import pack, unpack
+from germline.strategies import pack, unpack
 
 T = TypeVar("T")
 STATUS = np.dtype(
@@ -52,24 +52,16 @@ class Ranks:
         return any(owners)
 
     def broadcast(self, value: T) -> T:
-        said: T = self.collective.say(value if self.owns_journal else None, self.journal_rank)
-        return said
+        return cast(T, self.collective.say(value, self.journal_rank))
 
     def broadcast_state(self, state: Any) -> Any:
         tree, tensors = pack(state)
-        shapes = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
-        tree, shapes = self.broadcast([tree, shapes])
         device = next(iter(tensors.values())).device
-        arrays = {}
-        for name, (shape, dtype) in shapes.items():
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            array = tensors[name].detach().to(device).contiguous() if self.owns_journal else empty
-            arrays[name] = self.collective.broadcast(array, self.journal_rank)
-        return unpack(state, tree, arrays)
+        tree, tensors = self.collective.broadcast_arrays(tree, tensors, self.journal_rank, device)
+        return unpack(state, tree, tensors)
 
     def on_journal_rank(self, work: Callable[[], T]) -> T:
-        value: Any = self.collective.run_with_heartbeat(work, self.journal_rank)
-        return self.broadcast(value)  # type: ignore[no-any-return]
+        return self.broadcast(cast(T, self.collective.run_with_heartbeat(work, self.journal_rank)))
 
     def all_or_none(self, work: Callable[[], T]) -> T:
         error: Exception | None = None
@@ -108,7 +100,7 @@ class Ranks:
 
     def share_work(self, shares: Shares, work: Callable[[slice], Scores]) -> Scores:
         """Do this rank's share of some work; return the scores of all ranks, and take in their statuses."""
-        share, width = shares.slice_of(self.rank), shares.width
+        share, width = shares.slice_of(self.rank), shares.width * 4  # bytes
         scores, error, started = np.empty(0, np.float32), None, time.perf_counter()
         try:
             if share.stop > share.start:
@@ -117,7 +109,7 @@ class Ranks:
             error = failure
         self.status["piece_seconds"] = (time.perf_counter() - started) / max(1, share.stop - share.start)
         self.status["failed"] = error is not None
-        room = max(shares.counts) * width * 4
+        room = max(shares.counts) * width
         content = np.zeros(room + STATUS.itemsize, np.uint8)
         if error is None:
             content[: scores.nbytes] = scores.view(np.uint8)
@@ -125,9 +117,9 @@ class Ranks:
         rows = self.collective.gather(torch.from_numpy(content)).numpy()
         statuses = np.ascontiguousarray(rows[:, room:]).view(STATUS)[:, 0]
         self._take_statuses(statuses, error)
-        parts = [row[: 4 * width * n].copy().view(np.float32) for row, n in zip(rows, shares.counts, strict=True)]
+        parts = [row[: width * n] for row, n in zip(rows, shares.counts, strict=True)]
         shares.rebalance(statuses["piece_seconds"].tolist())
-        return np.concatenate(parts)
+        return np.concatenate(parts).view(np.float32)
 
     def _take_statuses(self, statuses: Any, error: Exception | None) -> None:
         self.latest = float(statuses["seconds"][self.journal_rank]), bool(statuses["interrupted"].any())
@@ -135,9 +127,8 @@ class Ranks:
             self._raise_if_any_failed(error)
         others = np.flatnonzero(statuses["digest"] != statuses["digest"][0])
         if others.size:
-            raise BadInput(
-                f"Rank {others[0]} was given another batch than rank 0: all ranks must see the same examples."
-            )
+            message = f"Rank {others[0]} was given another batch than rank 0"
+            raise BadInput(f"{message}: all ranks must see the same examples.")
 
 
 def digest(value: Any) -> str:
