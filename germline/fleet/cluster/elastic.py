@@ -47,6 +47,7 @@ TIMEOUT = 15.0  # seconds after which a silent worker is given up
 PAD = 1 << 16  # bytes by which the bandwidth to a worker is measured
 PREPARING = 600.0  # seconds for a worker to build the run
 STARTS = 3  # workers started here that may die before one of them is let in
+TURNED_AWAY = 2  # the exit code of a worker that was not let in
 PARENT = "GERMLINE_PARENT"  # the variable of a worker that ends with the process that holds its standard input
 
 
@@ -98,11 +99,12 @@ class Elastic(Fleet):
         self.block = 1  # members of a piece
         self.counted = (0, 0)  # bytes sent and received at the last count
         self.failed_starts = 0  # workers started here that have died since one was let in
-        self.processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", "germline", "worker", self.hub.address, "--recipe", str(recipe)]
-        command += ["--device", device, *(["--keys", str(keys)] if keys is not None else [])]
-        self.commands = [[*command, *(["--strategy", strategy] if strategy is not None else [])]] * workers
-        self._start_processes()
+        self.environment = {**os.environ, PARENT: "stdin"}
+        self.environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, workers))))
+        options = {"--recipe": recipe, "--device": device, "--keys": keys, "--strategy": strategy}
+        self.command = [sys.executable, "-m", "germline", "worker", self.hub.address]
+        self.command += [str(word) for option in options.items() if option[1] is not None for word in option]
+        self.processes = [self._start_process() for _ in range(workers)]
         atexit.register(self.close)
 
     @property
@@ -114,35 +116,28 @@ class Elastic(Fleet):
 
     # Workers on this machine
 
-    def _start_processes(self) -> None:
-        environment = {**os.environ, PARENT: "stdin"}
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, len(self.commands)))))
-        for place, command in enumerate(self.commands):
-            process = self.processes[place] if place < len(self.processes) else None
-            if process is not None and process.poll() in (None, 2):  # 2: it was turned away, and would be again
-                continue
-            if process is not None:
-                process.communicate()
-                self.failed_starts += 1
-            if self.failed_starts > STARTS:
-                code = process.returncode if process is not None else None
-                raise BadInput(f"Workers started here end before they can work (exit code {code}).")
-            started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
-            self.processes[place : place + 1] = [started]
+    def _start_process(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(self.command, env=self.environment, stdin=subprocess.PIPE, start_new_session=True)
 
     def _check_processes(self) -> None:
         """Start workers of this machine again that have died; raise an error if all were turned away."""
         if self.crew.workers:
             self.failed_starts = 0
-        if any(process.poll() not in (None, 2) for process in self.processes):
-            self._start_processes()
-        if self.processes and all(process.poll() == 2 for process in self.processes) and not self.crew.workers:
+        for place, process in enumerate(self.processes):
+            if process.poll() in (None, TURNED_AWAY):  # which it would be again
+                continue
+            process.communicate()
+            self.failed_starts += 1
+            if self.failed_starts > STARTS:
+                raise BadInput(f"Workers started here end before they can work (exit code {process.returncode}).")
+            self.processes[place] = self._start_process()
+        codes = {process.poll() for process in self.processes}
+        if codes == {TURNED_AWAY} and not self.crew.workers:
             raise BadInput("All workers were turned away; they have said why.")
 
     def close(self, *, ended: bool = False) -> None:
         """Let all workers go: to wait for the run to go on or, where it has ended or started them, for good."""
         atexit.unregister(self.close)
-        self.commands = []
         self.hub.close({"op": "end"} if ended or self.processes else None)
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -230,10 +225,7 @@ class Elastic(Fleet):
         block = self.block = evaluator.plan.block
 
         def decode(first: int, last: int, arrays: Sequence[bytes]) -> Scores:
-            scores = np.frombuffer(arrays[0], np.float32)
-            if scores.size != (last - first) * block:
-                raise BadInput(f"it answered with {scores.size} scores where {(last - first) * block} were asked for")
-            return scores
+            return decode_scores(arrays[0], (last - first) * block)
 
         def compute(first: int, last: int) -> Scores:
             return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
@@ -251,11 +243,8 @@ class Elastic(Fleet):
         width = gradients.count_encoded_bytes(size, wire, theta.dtype)
 
         def decode(first: int, last: int, arrays: Sequence[bytes]) -> tuple[Scores, Tensor]:
-            scores = np.frombuffer(arrays[0], np.float32)
             rows = torch.frombuffer(bytearray(arrays[1]), dtype=torch.uint8).view(last - first, width)
-            if scores.size != last - first:
-                raise BadInput(f"it answered with {scores.size} scores where {last - first} were asked for")
-            return scores, rows
+            return decode_scores(arrays[0], last - first), rows
 
         def compute(first: int, last: int) -> tuple[Scores, Tensor]:
             scores, rows = self.executor.gradients(evaluator, theta, parts[first:last], batch.size)
@@ -359,6 +348,14 @@ class RemoteMembers(MemberShare):
         job = Job("train", pieces, inputs, decode, compute, scores_of, arrays=arrays, is_sampled=False)
         trained = [member for part in self.coordinator.run_job(job) for member in part]
         return trained, scores_of(trained)
+
+
+def decode_scores(content: bytes, count: int) -> Scores:
+    """Return the scores of an answer, or raise an error if there are more or fewer than were asked for."""
+    scores = np.frombuffer(content, np.float32)
+    if scores.size != count:
+        raise BadInput(f"it answered with {scores.size} scores where {count} were asked for")
+    return scores
 
 
 def encode_members(members: list[TrainedMember], *, with_moments: bool) -> list[bytes]:
