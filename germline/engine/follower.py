@@ -67,10 +67,6 @@ class Follower:
             raise BadInput("this worker has not been told which run it follows")
         return self.followed
 
-    @property
-    def device_name(self) -> str:
-        return str(self.fleet.find_device())
-
     def join(self, run: str, header: dict[str, Any]) -> Message:
         """Build the run that a coordinator trains, and prove that it is the same by the scores of a sample."""
         names = {self.recipe, header["recipe"]}

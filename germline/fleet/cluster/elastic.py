@@ -28,7 +28,7 @@ from germline.errors import BadInput
 from germline.fleet import gradients
 from germline.fleet.cluster import messages
 from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.hub import Hub
+from germline.fleet.cluster.hub import Hub, RemoteWorker
 from germline.fleet.cluster.jobs import TOLERANCE, Coordinator, Job, are_close
 from germline.fleet.cluster.keys import create_authority
 from germline.fleet.cluster.messages import ConnectionLostError, Head, Message, Stream
@@ -161,8 +161,8 @@ class Elastic(Fleet):
         first = messages.encode_batch(batch, 0) if batch is not None else None
         self.invitation = {"run": run, "header": dict(header), "sample": sample(), "batch": first}
 
-    async def _greet(self, stream: Stream) -> tuple[Head, float]:
-        """Let a worker in that proves to do the same work; return what it says of its machine, and its bandwidth."""
+    async def _greet(self, stream: Stream) -> RemoteWorker:
+        """Let a worker in that proves to do the same work."""
         about = (await asyncio.wait_for(stream.read(), self.timeout)).head
         texts = [about.get(name) for name in ("name", "device", "machine")]
         if about.get("op") != "join" or not all(isinstance(text, str) and len(text) < 200 for text in texts):
@@ -174,7 +174,7 @@ class Elastic(Fleet):
                 await asyncio.wait_for(stream.write({"op": "refused", "reason": str(error)}), 2.0)
             raise
 
-    async def _admit_worker(self, stream: Stream, about: Head) -> tuple[Head, float]:
+    async def _admit_worker(self, stream: Stream, about: Head) -> RemoteWorker:
         for what, version in (("germline", __version__), ("noise", noise.VERSION)):
             if about.get(what) != version:
                 raise BadInput(f"it has version {about.get(what)} of {what}, and the coordinator {version}")
@@ -204,7 +204,8 @@ class Elastic(Fleet):
         scores = np.frombuffer(b"".join(ready.arrays), np.float32)
         if not are_close(scores, invitation["sample"], TOLERANCE[invitation["header"]["plan"]["dtype"]]):
             raise BadInput("it computes other scores for the same members than the coordinator")
-        return about | ready.head | {"run": invitation["run"]}, bandwidth
+        about, head = about | {"run": invitation["run"]}, ready.head
+        return RemoteWorker(stream, about, bandwidth, head.get("version"), head["whole"], head["tell"])
 
     async def _expect(self, stream: Stream, op: str) -> Message:
         """Return the next message that is not a sign of life."""
@@ -273,23 +274,23 @@ class Elastic(Fleet):
         total = sum(worker.rate for worker in workers if worker.is_useful(generation)) or 1.0
         return [
             {
-                "name": worker.peer.name,
-                "device": worker.peer.about.get("device"),
-                "machine": worker.peer.about.get("machine"),
+                "name": worker.name,
+                "device": worker.about.get("device"),
+                "machine": worker.about.get("machine"),
                 "state": worker.describe(generation, self.timeout),
                 "members_per_second": self.block * worker.rate,
                 "share": worker.rate / total if worker.is_useful(generation) else 0.0,
                 "busy_seconds": worker.busy_seconds,
                 "answers": worker.answers,
                 "pieces": worker.pieces,
-                "bytes_sent": worker.peer.stream.received,
-                "bytes_received": worker.peer.stream.sent,
+                "bytes_sent": worker.stream.received,
+                "bytes_received": worker.stream.sent,
             }
             for worker in workers
         ]
 
     def count_bytes(self) -> tuple[int, int]:
-        streams, past = [worker.peer.stream for worker in self.crew.workers.values()], self.coordinator.past_bytes
+        streams, past = [worker.stream for worker in self.crew.workers.values()], self.coordinator.past_bytes
         before = self.counted
         now = self.counted = (past[0] + sum(s.sent for s in streams), past[1] + sum(s.received for s in streams))
         return now[0] - before[0], now[1] - before[1]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from germline.fleet.cluster.crew import Crew, RemoteWorker
-from germline.fleet.cluster.hub import Hub, Peer
+from germline.fleet.cluster.crew import Crew
+from germline.fleet.cluster.hub import Hub, RemoteWorker
 from germline.fleet.cluster.messages import Head, Message, checksum, encode_batch, fields_to_check
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
 from germline.fleet.gradients import Scores
@@ -129,7 +129,7 @@ class Coordinator:
                 job.answers[chunk.first] = answer
                 worker.pieces += chunk.size
                 worker.strikes, worker.last_useful = 0, self.generation
-                scheduler.rates[worker.peer.number] = worker.rates.get(job.kind, 0.0)
+                scheduler.rates[worker.number] = worker.rates.get(job.kind, 0.0)
         return [job.answers[first] for first in sorted(job.answers)]
 
     def _send_chunks(self, job: Job) -> None:
@@ -143,11 +143,11 @@ class Coordinator:
                 worker.pending.add((self.job_number, chunk.number))
                 self.crew.bring_up_to_date(worker, inputs, self.generation)
                 if inputs.given_batch is not None and worker.batch != inputs.batch:
-                    self.hub.send(worker.peer, *encode_batch(inputs.given_batch, inputs.batch))
+                    self.hub.send(worker, *encode_batch(inputs.given_batch, inputs.batch))
                     worker.batch = inputs.batch
                 is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
                 about = {"chunk": chunk.number, "first": chunk.first, "last": chunk.last, "check": is_checked}
-                self.hub.send(worker.peer, head | about, job.arrays(chunk.first, chunk.last))
+                self.hub.send(worker, head | about, job.arrays(chunk.first, chunk.last))
 
     def _find_chunk(self, worker: RemoteWorker, head: Head) -> Chunk | None:
         """Return the chunk of an answer, or None if it is not awaited any more; then only its speed is taken in."""
@@ -155,7 +155,7 @@ class Coordinator:
         if isinstance(job, int) and isinstance(number, int):
             worker.pending.discard((job, number))
         chunk = self.scheduler.out.get(number) if isinstance(number, int) and job == self.job_number else None
-        if chunk is not None and chunk.worker == worker.peer.number:
+        if chunk is not None and chunk.worker == worker.number:
             return chunk
         first, last, kind = head.get("first"), head.get("last"), head.get("kind")
         if isinstance(first, int) and isinstance(last, int) and 0 < last - first < 1 << 32 and kind in KINDS:
@@ -174,9 +174,9 @@ class Coordinator:
                 return None
             answer = self._decode_answer(job, chunk, message)
         except WrongAnswerError as error:
-            self.crew.workers.pop(worker.peer.number, None)
-            self.scheduler.drop_worker(worker.peer.number)
-            self.hub.refuse(worker.peer, str(error))
+            self.crew.workers.pop(worker.number, None)
+            self.scheduler.drop_worker(worker.number)
+            self.hub.refuse(worker, str(error))
             return None
         worker.checked = self.generation if "theta" in head else worker.checked
         return answer
@@ -187,7 +187,7 @@ class Coordinator:
         if worker.strikes > STRIKES:
             raise WrongAnswerError("again and again it has other weights than it was sent")
         if not is_stale:
-            self.hub.say(f"worker {worker.peer.name} has other weights: it is sent the right ones")
+            self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
         worker.version, worker.has_whole_state = None, False
 
     def _decode_answer(self, job: Job, chunk: Chunk, message: Message) -> Any:
@@ -214,33 +214,36 @@ class Coordinator:
         answers, until = [], time.monotonic() + seconds
         while True:
             try:
-                kind, peer, message = self.hub.events.get(timeout=max(0.0, until - time.monotonic()))
+                kind, worker, message = self.hub.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             until = 0.0  # then only those that are there already
-            if kind == "answered" and peer.number in self.crew.workers:
-                answers.append((self.crew.workers[peer.number], message))
-            elif kind == "joined":
-                self._add_worker(peer)
-            elif kind == "left" and self.crew.workers.pop(peer.number, None) is not None:
-                self.past_bytes = self.past_bytes[0] + peer.stream.sent, self.past_bytes[1] + peer.stream.received
-                self.hub.say(f"worker {peer.name} has left")
-                self.scheduler.drop_worker(peer.number)
+            if kind == "joined":
+                self._add_worker(worker)
+            elif worker.number in self.crew.workers:  # otherwise it was turned away
+                if kind == "answered":
+                    answers.append((worker, message))
+                else:
+                    self._remove_worker(worker)
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
             self.hub.say(f"there are no workers: waiting for some at {self.hub.address}")
         self.check_processes()
         return answers
 
-    def _add_worker(self, peer: Peer) -> None:
-        about = peer.about
+    def _add_worker(self, worker: RemoteWorker) -> None:
+        about = worker.about
         if about["run"] != self.run:
-            self.hub.disconnect(peer)  # it connects again, for this run
+            self.hub.disconnect(worker)  # it connects again, for this run
             return
-        worker = RemoteWorker(peer, about.get("version"), bool(about.get("whole")), about["tell"])
-        self.crew.workers[peer.number] = worker
-        self.hub.say(f"worker {peer.name} has joined: {about.get('device')}, {about.get('machine')}")
-        self.scheduler.rates[peer.number] = 0.0
+        self.crew.workers[worker.number], self.scheduler.rates[worker.number] = worker, 0.0
+        self.hub.say(f"worker {worker.name} has joined: {about['device']}, {about['machine']}")
+
+    def _remove_worker(self, worker: RemoteWorker) -> None:
+        del self.crew.workers[worker.number]
+        self.scheduler.drop_worker(worker.number)
+        self.past_bytes = self.past_bytes[0] + worker.stream.sent, self.past_bytes[1] + worker.stream.received
+        self.hub.say(f"worker {worker.name} has left")
 
 
 def has_same_weights(job: Job, head: Head) -> bool:

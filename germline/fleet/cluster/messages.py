@@ -9,8 +9,8 @@ import itertools
 import json
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,6 +135,7 @@ class Stream:
     """One end of a connection."""
 
     comm: Any
+    patience: float  # seconds after which a silent end is given up
     sent: int = 0  # bytes
     received: int = 0
     last_read: float = field(default_factory=time.monotonic)
@@ -176,6 +177,25 @@ class Stream:
             while True:
                 await asyncio.sleep(every)
                 await self.write({"op": "alive"})
+
+    async def watch(self) -> None:
+        """Close the connection when the other end has been silent for too long."""
+        while self.silent_seconds < self.patience:
+            await asyncio.sleep(self.patience / HEARTBEATS)
+        self.abort()
+
+    @asynccontextmanager
+    async def keep_open(self, every: float, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Send signs of life, watch for those of the other end and do some work, until the connection is lost."""
+        tasks = [asyncio.ensure_future(task) for task in (self.send_heartbeats(every), self.watch(), work)]
+        try:
+            yield
+        except ConnectionLostError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abort()
 
     @property
     def silent_seconds(self) -> float:

@@ -49,7 +49,7 @@ class Operations(Protocol):
 
     def add(self, tensor: Tensor) -> None: ...
 
-    def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]: ...
+    def trade(self, sent: Tensor, sent_sizes: list[int], sizes: list[int]) -> Tensor: ...
 
     def broadcast(self, tensor: Tensor, root: int) -> None: ...
 
@@ -84,10 +84,10 @@ class Collective:
 
     def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Send a part, in bytes, to each rank; return the parts that the ranks send to this one, of the given sizes."""
-        received = self._call(self.operations.trade, parts, sizes)
-        others = [r for r in range(self.size) if r != self.rank]
-        self.traffic.count(sum(parts[r].numel() for r in others), sum(sizes[r] for r in others), len(others))
-        return received
+        sent_sizes, own = [part.numel() for part in parts], self.rank
+        received = self._call(self.operations.trade, torch.cat(parts), sent_sizes, sizes)
+        self.traffic.count(sum(sent_sizes) - sent_sizes[own], sum(sizes) - sizes[own], self.size - 1)
+        return list(torch.split(received, sizes))
 
     def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         """Return the tensor of one rank, in place, passed on along a tree."""
@@ -183,20 +183,20 @@ class Torch:
     """torch.distributed: gloo for tensors in memory, nccl for those on GPUs."""
 
     def __init__(self, launch: Launch, backend: str, timeout: float) -> None:
-        self.waits = timedelta(seconds=timeout)
+        self.wait = timedelta(seconds=timeout)
         self.kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-        self.owns_group = not dist.is_initialized()  # otherwise the user's own program has done it
-        if self.owns_group:
+        self.is_owner = not dist.is_initialized()  # otherwise the user's own program has done it
+        if self.is_owner:
             interface = interface_to(launch.address)
             if interface is not None:  # gloo would take the address of the host's name, which is often wrong
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             store = open_store(launch, max(timeout, ARRIVAL_SECONDS))
-            about = {"store": store, "rank": launch.rank, "world_size": launch.size, "timeout": self.waits}
-            dist.init_process_group(self.kinds, **about)
+            dist.init_process_group(
+                self.kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=self.wait
+            )
             atexit.register(self.close)
-        own: Any = dist.group.WORLD if self.owns_group else dist.new_group(timeout=self.waits, backend=self.kinds)
-        self.group = own
-        self.beats: Any = dist.new_group(timeout=self.waits, backend="gloo")  # a second thread uses it
+        self.group: Any = dist.group.WORLD if self.is_owner else dist.new_group(timeout=self.wait, backend=self.kinds)
+        self.beats: Any = dist.new_group(timeout=self.wait, backend="gloo")  # a second thread uses it
 
     def gather(self, tensor: Tensor) -> Tensor:
         size = dist.get_world_size(self.group)
@@ -217,11 +217,10 @@ class Torch:
     def add(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
 
-    def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        out = parts[0].new_empty(sum(sizes))
-        given = [part.numel() for part in parts]
-        dist.all_to_all_single(out, torch.cat(parts), sizes, given, group=self.group)
-        return list(torch.split(out, sizes))
+    def trade(self, sent: Tensor, sent_sizes: list[int], sizes: list[int]) -> Tensor:
+        out = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(out, sent, sizes, sent_sizes, group=self.group)
+        return out
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
@@ -233,13 +232,13 @@ class Torch:
         ranks = dist.get_process_group_ranks(self.group)
         team = copy.copy(self)
         for first in range(0, len(ranks), width):  # every rank makes all groups
-            group = dist.new_group(ranks[first : first + width], timeout=self.waits, backend=self.kinds)
+            group = dist.new_group(ranks[first : first + width], timeout=self.wait, backend=self.kinds)
             if dist.get_rank(self.group) // width == first // width:
                 team.group = group
         return team
 
     def close(self) -> None:
-        if self.owns_group and dist.is_initialized():
+        if self.is_owner and dist.is_initialized():
             self.group = self.beats = None  # their threads end with the last reference
             dist.destroy_process_group()
 
@@ -273,11 +272,10 @@ class MPI:
         self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
         tensor.copy_(here)
 
-    def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        here = torch.cat(parts).cpu()
-        out, given = here.new_empty(sum(sizes)), [part.numel() for part in parts]
-        self.world.Alltoallv([here.numpy(), given, self.mpi.BYTE], [out.numpy(), sizes, self.mpi.BYTE])
-        return list(torch.split(out.to(parts[0].device), sizes))
+    def trade(self, sent: Tensor, sent_sizes: list[int], sizes: list[int]) -> Tensor:
+        out = torch.empty(sum(sizes), dtype=sent.dtype)
+        self.world.Alltoallv([sent.cpu().numpy(), sent_sizes, self.mpi.BYTE], [out.numpy(), sizes, self.mpi.BYTE])
+        return out.to(sent.device)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         here = tensor.cpu()
