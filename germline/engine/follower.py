@@ -19,6 +19,7 @@ from germline.errors import BadInput
 from germline.fleet.cluster import messages
 from germline.fleet.cluster.elastic import decode_members, encode_members
 from germline.fleet.cluster.messages import Head, Message, answer_to
+from germline.fleet.executor import time_update
 from germline.fleet.gradients import encode_rows
 from germline.fleet.local import Local
 from germline.fleet.protocol import TrainedMember
@@ -95,16 +96,9 @@ class Follower:
     def measure_tell(self) -> float:
         """Return the seconds that a record takes, by trying one with made-up scores."""
         session = self.session
-        strategy, state, maximize = session.strategy, session.state, session.scorer.objective.maximize
-        if strategy.kind != "evolve":
+        if session.strategy.kind != "evolve":
             return NEVER
-        scores, seconds = np.arange(strategy.population, dtype=np.float32), 0.0
-        result = GenerationResult(0, scores, strategy.values(state, 0))
-        for _ in range(2):  # the first time kernels are compiled
-            started = time.perf_counter()
-            strategy.tell(state, result, session.noise, maximize=maximize).theta.cpu()
-            seconds = time.perf_counter() - started
-        return seconds
+        return time_update(session.strategy, session.state, session.driver.share_update(session).advance)
 
     def handle(self, message: Message) -> Message | None:
         """Do what a message asks for; return the answer, if it needs one."""

@@ -1,11 +1,12 @@
 """The work of one process: blocks of members, slices of gradients and training, on its threads or its GPU."""
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from germline.errors import BadInput
 from germline.fleet.gradients import Scores, average_scores, sum_in_order, weigh_gradient
 from germline.objective import Batch, seeded_generators
 from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
-from germline.strategies import Candidates, Wire
+from germline.strategies import AnyStrategy, Candidates, GenerationResult, Wire
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -94,6 +95,17 @@ class Executor:
         threads = (max_threads or self.workers or torch.get_num_threads()) if device.type == "cpu" else 1
         with single_threaded_torch(), exact_arithmetic(device), seeded_generators(0):
             return run_on_threads(work, list(range(count)), threads)
+
+
+def time_update(strategy: AnyStrategy, state: Any, advance: Callable[[Any, GenerationResult], Any]) -> float:
+    """Return the seconds that an update takes, by trying it on made-up scores."""
+    scores, seconds = np.arange(strategy.population, dtype=np.float32), 0.0
+    result = GenerationResult(0, scores, strategy.values(state, 0))
+    for _ in range(2):  # the first time kernels are compiled
+        started = time.perf_counter()
+        advance(state, result).theta.cpu()
+        seconds = time.perf_counter() - started
+    return seconds
 
 
 def find_device(name: str, default: torch.device | None = None) -> torch.device:

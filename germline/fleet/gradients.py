@@ -35,7 +35,7 @@ class Exchange(Protocol):
 
     def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]: ...
 
-    def gather(self, tensor: Tensor) -> Tensor: ...
+    def gather_parts(self, part: Tensor, lengths: list[int]) -> list[Tensor]: ...
 
 
 def weigh_gradient(evaluator: Evaluator, theta: Tensor, part: Batch, size: int) -> tuple[Scores, Tensor]:
@@ -103,18 +103,14 @@ def sum_in_order(rows: Tensor, counts: list[int], collective: Exchange | None = 
     if collective is None or collective.size == 1:
         return sum_encoded(encode_rows(rows, wire), size, wire, dtype)
     spans = column_spans(size, collective.size)
-    low, high = spans[collective.rank]
-    parts = [encode_rows(rows[:, a:b], wire).view(-1) for a, b in spans]
-    row_bytes = count_encoded_bytes(high - low, wire, dtype)
-    received = torch.cat(collective.trade(parts, [count * row_bytes for count in counts])).view(sum(counts), row_bytes)
-    total = add_rows(decode_rows(received, high - low, wire, dtype))
-    widest = max(count_encoded_bytes(b - a, wire, dtype) for a, b in spans)
-    sent = rows.new_zeros(widest, dtype=torch.uint8)
-    encoded = encode_rows(total[None], wire)[0]
-    sent[: encoded.numel()] = encoded
-    gathered = collective.gather(sent)
-    sums = [gathered[i : i + 1, : count_encoded_bytes(b - a, wire, dtype)] for i, (a, b) in enumerate(spans)]
-    return torch.cat([decode_rows(part, b - a, wire, dtype)[0] for part, (a, b) in zip(sums, spans, strict=True)])
+    widths = [high - low for low, high in spans]
+    row_bytes = [count_encoded_bytes(width, wire, dtype) for width in widths]
+    own_width, own_bytes = widths[collective.rank], row_bytes[collective.rank]
+    parts = [encode_rows(rows[:, low:high], wire).view(-1) for low, high in spans]
+    received = torch.cat(collective.trade(parts, [count * own_bytes for count in counts])).view(sum(counts), own_bytes)
+    total = add_rows(decode_rows(received, own_width, wire, dtype))
+    sums = collective.gather_parts(encode_rows(total[None], wire), row_bytes)
+    return torch.cat([decode_rows(part, width, wire, dtype)[0] for part, width in zip(sums, widths, strict=True)])
 
 
 def sum_encoded(encoded: Tensor, size: int, wire: Wire, dtype: torch.dtype) -> Tensor:

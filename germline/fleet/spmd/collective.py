@@ -75,6 +75,11 @@ class Collective:
         self.traffic.count(others, others, self.size - 1)
         return gathered
 
+    def gather_parts(self, part: Tensor, lengths: list[int]) -> list[Tensor]:
+        """Return the tensors of all ranks, whose last axes have these lengths; they travel padded to the longest."""
+        padded = torch.nn.functional.pad(part, (0, max(lengths) - part.shape[-1]))
+        return [row[..., :length] for row, length in zip(self.gather(padded), lengths, strict=True)]
+
     def add(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all ranks in place, twice around a ring in equal parts; exact for integers."""
         self._call(self.operations.add, tensor)

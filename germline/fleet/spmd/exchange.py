@@ -13,7 +13,6 @@ holds its own columns.
 
 import dataclasses
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -120,15 +119,9 @@ class SharedUpdate:
         if not arrays:
             return []
         rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
-        low, high = self.span
-        width, count = max(b - a for a, b in self.spans), sum(map(len, rows))
-        sent = rows[0].new_zeros(count, width)
-        sent[:, : high - low] = torch.cat(rows)
-        gathered = self.collective.gather(sent)  # (ranks, rows, width)
-        columns = torch.cat([gathered[i, :, : b - a] for i, (a, b) in enumerate(self.spans)], dim=1)
-        ends = [0, *accumulate(map(len, rows))]
-        parts = [columns[low:high] for low, high in pairwise(ends)]
-        return [part.reshape(*x.shape[:-1], self.parameters) for part, x in zip(parts, arrays, strict=True)]
+        parts = self.collective.gather_parts(torch.cat(rows), [high - low for low, high in self.spans])
+        columns = torch.split(torch.cat(parts, dim=1), [len(x) for x in rows])
+        return [part.reshape(*x.shape[:-1], self.parameters) for part, x in zip(columns, arrays, strict=True)]
 
 
 def other_fields(state: Any, names: tuple[str, ...]) -> list[str]:

@@ -6,17 +6,15 @@ blocks and sums are the same in every rank, so the weights do not depend on whic
 """
 
 import dataclasses
-import time
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from germline.errors import BadInput
-from germline.fleet.executor import Executor, find_device
+from germline.fleet.executor import Executor, find_device, time_update
 from germline.fleet.gradients import Scores, average_scores, sum_in_order
 from germline.fleet.protocol import Fleet, Inputs
 from germline.fleet.spmd.collective import Backend, Collective, connect
@@ -28,7 +26,7 @@ from germline.fleet.spmd.shares import Shares, members_of_rank, split_evenly
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire
+from germline.strategies import AnyStrategy, Candidates, MemberStrategy, Wire
 from germline.strategies.settings import check_choice
 
 TIMEOUT = 120.0  # seconds
@@ -177,20 +175,14 @@ class SPMD(Fleet):
         """Choose replay or chromosome by trying one update of each on made-up scores."""
         if self.group.size == 1 or not strategy.is_columnwise:
             return "replay"
-        scores = np.arange(strategy.population, dtype=np.float32)
-        result = GenerationResult(0, scores, strategy.values(state, 0))
         modes: tuple[Mode, ...] = ("replay", "chromosome")
-        seconds = {}
+        seconds = []
         for mode in modes:
             update = SharedUpdate(mode, strategy, field, maximize, int(state.theta.numel()), self.collective)
-            part = update.local_part(state)
-            for _ in range(2):  # the first time kernels are compiled
-                self.group.all(True)  # all ranks begin at once
-                started = time.perf_counter()
-                update.advance(part, result).theta.cpu()
-                seconds[mode] = time.perf_counter() - started
-        slowest = self.collective.gather(torch.tensor([seconds[mode] for mode in modes])).amax(0).tolist()
-        return "chromosome" if slowest[1] < slowest[0] else "replay"
+            self.group.all(True)  # all ranks begin at once
+            seconds.append(time_update(strategy, update.local_part(state), update.advance))
+        replay, chromosome = self.collective.gather(torch.tensor(seconds)).amax(0).tolist()
+        return "chromosome" if chromosome < replay else "replay"
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> TeamMembers:
         size, population = self.group.size, strategy.population

@@ -109,17 +109,13 @@ class Ranks:
             error = failure
         self.status["piece_seconds"] = (time.perf_counter() - started) / max(1, share.stop - share.start)
         self.status["failed"] = error is not None
-        room = max(shares.counts) * width
-        content = np.zeros(room + STATUS.itemsize, np.uint8)
-        if error is None:
-            content[: scores.nbytes] = scores.view(np.uint8)
-        content[room:] = self.status.view(np.uint8)
-        rows = self.collective.gather(torch.from_numpy(content)).numpy()
-        statuses = np.ascontiguousarray(rows[:, room:]).view(STATUS)[:, 0]
+        content = np.concatenate([self.status.view(np.uint8), scores.view(np.uint8)])
+        lengths = [STATUS.itemsize + count * width for count in shares.counts]
+        parts = [part.numpy() for part in self.collective.gather_parts(torch.from_numpy(content), lengths)]
+        statuses = np.concatenate([part[: STATUS.itemsize] for part in parts]).view(STATUS)
         self._take_statuses(statuses, error)
-        parts = [row[: width * n] for row, n in zip(rows, shares.counts, strict=True)]
         shares.rebalance(statuses["piece_seconds"].tolist())
-        return np.concatenate(parts).view(np.float32)
+        return np.concatenate([part[STATUS.itemsize :] for part in parts]).view(np.float32)
 
     def _take_statuses(self, statuses: Any, error: Exception | None) -> None:
         self.latest = float(statuses["seconds"][self.journal_rank]), bool(statuses["interrupted"].any())

@@ -73,11 +73,9 @@ class RowUpdate:
         arrays = {}
         for name in ("members", *self.strategy.row_arrays):
             array = getattr(state, name)
-            padded = array.new_zeros(max(map(len, self.owned)), array.shape[1])
-            padded[: len(array)] = array
-            rows = self.collective.gather(padded)
-            leaders = range(0, self.collective.size, self.width)
-            arrays[name] = torch.cat([rows[rank, : len(self.owned[rank])] for rank in leaders])
+            columns = array.shape[1]
+            parts = self.collective.gather_parts(array.reshape(-1), [len(members) * columns for members in self.owned])
+            arrays[name] = torch.cat(parts[:: self.width]).view(-1, columns)  # one rank of each team
         theta = self.collective.broadcast(state.theta.clone().contiguous(), self.root)
         return replace(state, theta=theta, **arrays)
 
