@@ -36,11 +36,8 @@ class LocalMembers(MemberShare):
     """All members train in this process."""
 
     update: LocalUpdate
+    members: range
     executor: Executor
-
-    @property
-    def members(self) -> range:
-        return range(self.update.strategy.population)
 
     def train(self, work: TrainMember, device: torch.device, inputs: Inputs) -> tuple[list[TrainedMember], Scores]:
         trained = self.executor.run(work, len(self.members), device)
@@ -89,4 +86,4 @@ class Local(Fleet):
         return LocalUpdate(strategy, field, maximize)
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> LocalMembers:
-        return LocalMembers(LocalUpdate(strategy, field, maximize), self.executor)
+        return LocalMembers(LocalUpdate(strategy, field, maximize), range(strategy.population), self.executor)

@@ -43,18 +43,9 @@ def scores_of(trained: list[TrainedMember]) -> Scores:
 class Group(Protocol):
     """The processes of one program, as one of them sees them; a single process is a group of one."""
 
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    @property
-    def owns_journal(self) -> bool:
-        """Whether this process writes the journal."""
-        return True
+    rank: int = 0
+    size: int = 1
+    owns_journal: bool = True  # whether this process writes the journal
 
     def elect(self, has_journal: bool) -> bool:
         """Let the first process that has a journal own it; return whether any process has one."""
@@ -112,9 +103,7 @@ class MemberShare(Protocol):
     """Which members train in this process, where members train between evaluations."""
 
     update: Update
-
-    @property
-    def members(self) -> range: ...
+    members: range
 
     def gradient(self, evaluator: Evaluator, theta: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of one member on a batch."""

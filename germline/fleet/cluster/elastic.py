@@ -266,7 +266,7 @@ class Elastic(Fleet):
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> MemberShare:
         update = self.share_update(strategy, state, field, maximize=maximize)
-        return RemoteMembers(update, strategy, self.coordinator, self.executor)
+        return RemoteMembers(update, range(strategy.population), strategy, self.coordinator, self.executor)
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """Return what people want to know of each worker."""
@@ -316,13 +316,10 @@ class RemoteMembers(MemberShare):
     """Members that train on workers: their weights and moments are sent there and back."""
 
     update: RecordedUpdate
+    members: range
     strategy: MemberStrategy[Any]
     coordinator: Coordinator
     executor: Executor
-
-    @property
-    def members(self) -> range:
-        return range(self.strategy.population)
 
     def train(self, work: TrainMember, device: torch.device, inputs: Inputs) -> tuple[list[TrainedMember], Scores]:
         assert inputs is not None

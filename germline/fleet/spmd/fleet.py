@@ -20,7 +20,7 @@ from germline.fleet.protocol import Fleet, Inputs
 from germline.fleet.spmd.collective import Backend, Collective, connect
 from germline.fleet.spmd.exchange import Exchange, Mode, SharedUpdate, check_exchange
 from germline.fleet.spmd.group import Ranks
-from germline.fleet.spmd.launch import Launch, find_launch
+from germline.fleet.spmd.launch import find_launch
 from germline.fleet.spmd.members import RowUpdate, TeamMembers
 from germline.fleet.spmd.shares import Shares, members_of_rank, split_evenly
 from germline.noise import Field
@@ -65,7 +65,7 @@ class SPMD(Fleet):
         if not timeout > 0:
             raise BadInput(f"The timeout must be above 0 seconds, not {timeout}.")
         self.exchange, self.device, self.backend, self.timeout = exchange, device, backend, timeout
-        self.sends_weights, self.executor = send_weights, Executor(workers)
+        self.sends_weights, self.executor, self.launch = send_weights, Executor(workers), find_launch()
         self.shares: dict[tuple[int, int], Shares] = {}  # of blocks, and of slices
         self.counted = (0, 0)  # bytes sent and received at the last count
         self.run_number = 0  # in this program: there may be several runs, one after the other
@@ -73,10 +73,6 @@ class SPMD(Fleet):
     @property
     def launch_name(self) -> str | None:
         return None if self.launch.name is None else f"{self.launch.name} #{self.run_number}"
-
-    @cached_property
-    def launch(self) -> Launch:
-        return find_launch()
 
     @cached_property
     def group(self) -> Ranks:
@@ -162,27 +158,23 @@ class SPMD(Fleet):
 
     def share_update(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> SharedUpdate:
         size = int(state.theta.numel())
-        mode: Mode = "replay" if self.exchange == "auto" else self.exchange
-        if strategy.kind != "evolve":
-            mode = "replay"  # the sum of the gradients is shared out already
-        elif size < 8 * self.group.size and mode == "chromosome":
-            mode = "replay"  # there is too little to share out
-        elif self.exchange == "auto" and size >= 8 * self.group.size:
-            mode = self._find_faster_mode(strategy, state, field, maximize=maximize)
-        return SharedUpdate(mode, strategy, field, maximize, size, self.collective, self.group.journal_rank)
+        is_small = size < 8 * self.group.size  # there is too little to share out
 
-    def _find_faster_mode(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Mode:
-        """Choose replay or chromosome by trying one update of each on made-up scores."""
+        def make_update(mode: Mode) -> SharedUpdate:
+            return SharedUpdate(mode, strategy, field, maximize, size, self.collective, self.group.journal_rank)
+
+        if strategy.kind != "evolve" or (is_small and self.exchange in ("auto", "chromosome")):
+            return make_update("replay")  # the sum of gradients is shared out already
+        if self.exchange != "auto":
+            return make_update(self.exchange)
         if self.group.size == 1 or not strategy.is_columnwise:
-            return "replay"
-        modes: tuple[Mode, ...] = ("replay", "chromosome")
-        seconds = []
-        for mode in modes:
-            update = SharedUpdate(mode, strategy, field, maximize, int(state.theta.numel()), self.collective)
+            return make_update("replay")
+        seconds, updates = [], [make_update("replay"), make_update("chromosome")]
+        for update in updates:
             self.group.all(True)  # all ranks begin at once
             seconds.append(time_update(strategy, update.local_part(state), update.advance))
         replay, chromosome = self.collective.gather(torch.tensor(seconds)).amax(0).tolist()
-        return "chromosome" if chromosome < replay else "replay"
+        return updates[chromosome < replay]
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> TeamMembers:
         size, population = self.group.size, strategy.population
@@ -190,10 +182,10 @@ class SPMD(Fleet):
         if population < size // width:
             message = f"{population} members cannot train in {size} ranks, {width} for each"
             raise BadInput(f"{message}: start fewer ranks, or give a larger population or workers_per_member.")
-        team = self.collective.team(width)
         owned = [members_of_rank(rank, population, size, width) for rank in range(size)]
         update = RowUpdate(strategy, field, maximize, self.collective, owned, width, self.group.journal_rank)
-        return TeamMembers(update, team, self.executor, self.group.share_work)
+        team = self.collective.team(width)
+        return TeamMembers(update, update.members, team, self.executor, self.group.share_work)
 
     def count_bytes(self) -> tuple[int, int]:
         traffic, before = self.collective.traffic, self.counted

@@ -29,26 +29,15 @@ class Ranks:
     """
 
     def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self.journal_rank = 0
+        self.collective, self.rank, self.size = collective, collective.rank, collective.size
+        self.journal_rank, self.owns_journal = 0, collective.rank == 0
         self.status: Any = np.zeros(1, STATUS)  # what the others are to know with the next scores
         self.latest: tuple[float, bool] | None = None  # seconds and interrupts, as last announced
-
-    @property
-    def rank(self) -> int:
-        return self.collective.rank
-
-    @property
-    def size(self) -> int:
-        return self.collective.size
-
-    @property
-    def owns_journal(self) -> bool:
-        return self.rank == self.journal_rank
 
     def elect(self, has_journal: bool) -> bool:
         owners = self.collective.gather(torch.tensor([has_journal])).flatten().tolist()
         self.journal_rank = owners.index(True) if any(owners) else 0
+        self.owns_journal = self.rank == self.journal_rank
         return any(owners)
 
     def broadcast(self, value: T) -> T:

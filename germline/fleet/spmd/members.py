@@ -90,27 +90,21 @@ class RowUpdate:
         """Send the rows that other ranks need; return those that this rank needs."""
         if not any(needed):
             return {}
-        rank, like, members = self.collective.rank, state.theta, self.members
-        sent = [[row for row in rows if row[0] in members and self._sends(rank, to)] for to, rows in enumerate(needed)]
-        coming = [
-            [row for row in needed[rank] if row[0] in self.owned[r] and self._sends(r, rank)]
-            for r in range(self.collective.size)
-        ]
+        own, ranks, like = self.collective.rank, range(self.collective.size), state.theta
+        sent = [self._rows_to_send(own, to, needed[to]) for to in ranks]
+        coming = [self._rows_to_send(rank, own, needed[own]) for rank in ranks]
 
         def encode(rows: list[Row]) -> Tensor:
-            parts = [getattr(state, name)[m - members.start].contiguous().view(torch.uint8) for m, name in rows]
-            return torch.cat(parts) if parts else like.new_empty(0, dtype=torch.uint8)
+            parts = [getattr(state, name)[member - self.members.start].contiguous() for member, name in rows]
+            return torch.cat([like.new_empty(0), *parts]).view(torch.uint8)
 
         received = self.collective.trade([encode(rows) for rows in sent], [len(rows) * like.nbytes for rows in coming])
-        fetched: dict[Row, Tensor] = {}
-        for rows, content in zip(coming, received, strict=True):
-            if rows:
-                fetched |= dict(zip(rows, content.view(like.dtype).view(len(rows), -1), strict=True))
-        return fetched
+        rows = [row for rows in coming for row in rows]
+        return dict(zip(rows, torch.cat(received).view(like.dtype).view(-1, like.numel()), strict=True))
 
-    def _sends(self, rank: int, to: int) -> bool:
-        """Return whether a rank is the one of its team that sends rows to another rank."""
-        return rank % self.width == to % self.width
+    def _rows_to_send(self, rank: int, to: int, needed: list[Row]) -> list[Row]:
+        """Return the rows that a rank sends to another, of those that it needs: one rank of each team sends."""
+        return [row for row in needed if row[0] in self.owned[rank] and rank % self.width == to % self.width]
 
 
 @dataclass(frozen=True)
@@ -118,13 +112,10 @@ class TeamMembers(MemberShare):
     """Members that train in different ranks; the ranks of a team share the work of each of their members."""
 
     update: RowUpdate
+    members: range
     team: Collective
     executor: Executor
     share_work: Callable[[Shares, Callable[[slice], Scores]], Scores]  # of all ranks; see ``SPMD``
-
-    @property
-    def members(self) -> range:
-        return self.update.members
 
     def gradient(self, evaluator: Evaluator, theta: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of one member on a batch, whose slices the ranks of the team share."""
