@@ -5,7 +5,7 @@ Its State comes from records, which it folds as a replay does, or is sent to it.
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,8 +16,10 @@ from germline.engine.header import recipe_for_run
 from germline.engine.opening import rebuild_from_header
 from germline.engine.session import Session
 from germline.errors import BadInput
-from germline.fleet.cluster.elastic import decode_member, encode_member
-from germline.fleet.cluster.messages import Head, Message, checksum, decode_batch, decode_tensors, plain_items
+from germline.fleet.cluster import messages
+from germline.fleet.cluster.elastic import decode_members, encode_members
+from germline.fleet.cluster.messages import Head, Message, answer_to
+from germline.fleet.executor import time_update
 from germline.fleet.gradients import encode_rows
 from germline.fleet.local import Local
 from germline.fleet.protocol import TrainedMember
@@ -26,10 +28,8 @@ from germline.objective import Batch
 from germline.population import Plan
 from germline.recipes import RECIPES
 from germline.recipes.recipe import Recipe
-from germline.strategies.protocol import AnyStrategy, GenerationResult
-from germline.strategies.state import unpack
+from germline.strategies import AnyStrategy, GenerationResult, unpack
 
-ECHOED = ("job", "chunk", "version", "kind", "first", "last")  # of a job, in its answer
 NEVER = 1e9  # seconds of a record that a worker cannot fold
 
 MakeRecipe = Callable[[dict[str, str], int], Recipe]  # of a recipe's settings and a seed
@@ -68,10 +68,6 @@ class Follower:
             raise BadInput("this worker has not been told which run it follows")
         return self.followed
 
-    @property
-    def device_name(self) -> str:
-        return str(self.fleet.find_device())
-
     def join(self, run: str, header: dict[str, Any]) -> Message:
         """Build the run that a coordinator trains, and prove that it is the same by the scores of a sample."""
         names = {self.recipe, header["recipe"]}
@@ -100,16 +96,9 @@ class Follower:
     def measure_tell(self) -> float:
         """Return the seconds that a record takes, by trying one with made-up scores."""
         session = self.session
-        strategy, state, maximize = session.strategy, session.state, session.scorer.objective.maximize
-        if strategy.kind != "evolve":
+        if session.strategy.kind != "evolve":
             return NEVER
-        scores, seconds = np.arange(strategy.population, dtype=np.float32), 0.0
-        result = GenerationResult(0, scores, strategy.values(state, 0))
-        for _ in range(2):  # the first time kernels are compiled
-            started = time.perf_counter()
-            strategy.tell(state, result, session.noise, maximize=maximize).theta.cpu()
-            seconds = time.perf_counter() - started
-        return seconds
+        return time_update(session.strategy, session.state, session.driver.share_update(session).advance)
 
     def handle(self, message: Message) -> Message | None:
         """Do what a message asks for; return the answer, if it needs one."""
@@ -119,12 +108,12 @@ class Follower:
         elif head["op"] == "state":
             self.load_state(head, arrays)
         elif head["op"] == "batch":
-            self.given_batch = head["batch"], decode_batch(head, arrays, self.fleet.find_device())
+            self.given_batch = head["batch"], messages.decode_batch(head, arrays, self.fleet.find_device())
         elif head["op"] == "job":
             return self.compute(head, arrays)
         return None
 
-    def fold_records(self, records: list[Any], arrays: list[bytes]) -> None:
+    def fold_records(self, records: list[Any], arrays: Sequence[bytes]) -> None:
         """Advance the State by records; if one is missing, the version becomes unknown."""
         for (generation, values), scores in zip(records, arrays, strict=True):
             if self.version != str(generation):
@@ -133,41 +122,40 @@ class Follower:
             self.session.tell(GenerationResult(generation, np.frombuffer(scores, np.float32), values))
             self.version = str(generation + 1)
 
-    def load_state(self, head: Head, arrays: list[bytes]) -> None:
+    def load_state(self, head: Head, arrays: Sequence[bytes]) -> None:
         """Take a State that was sent, or the fields of it that candidates are made of."""
         session, self.version = self.session, None
         if hashlib.sha256(b"".join(arrays)).hexdigest() != head["sha256"]:
             return
-        tensors = decode_tensors(head["layout"], arrays, session.scorer.device)
+        tensors = messages.decode_tensors(head["layout"], arrays, session.scorer.device)
         if head["whole"]:
             session.state = unpack(session.state, head["tree"], tensors)
         else:  # the other fields stay as they were, and are not read
-            names, plain = {name.split(".")[0] for name in tensors}, plain_items(head["tree"])
+            names, plain = {name.split(".")[0] for name in tensors}, messages.plain_items(head["tree"])
             items = [item for item in head["tree"]["items"] if item[0] in names or item in plain]
             parts = {name: unpack(getattr(session.state, name), part, tensors) for name, part in items}
             session.state = replace(session.state, **parts)
         self.version, self.has_whole_state = head["version"], head["whole"]
 
-    def compute(self, head: Head, arrays: list[bytes]) -> Message:
+    def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
         """Compute one chunk of a job."""
-        about = {key: head[key] for key in ECHOED}
         if head["generation"] < self.newest:
-            return Message(about | {"op": "dropped"}, [])
+            return answer_to(head, "dropped")
         if head["version"] != self.version:
-            return Message(about | {"op": "stale"}, [])
+            return answer_to(head, "stale")
         session = self.session
         if head["plan"] is not None:
             session.scorer.adopt(Plan(**head["plan"]))
         started = time.perf_counter()
-        about["checksum"] = checksum(head["checked_fields"], session.state)
+        about: Head = {"checksum": messages.checksum(head["checked_fields"], session.state)}
         work = {"scores": self.score_blocks, "gradient": self.differentiate, "train": self.train_members}
         answer = work[head["kind"]](head, arrays)
-        about |= {"op": "answer", "seconds": time.perf_counter() - started}
+        about["seconds"] = time.perf_counter() - started
         if head["check"]:
             about["theta"] = theta_sha256(session.state.theta)
-        return Message(about, answer)
+        return answer_to(head, "answer", answer, **about)
 
-    def score_blocks(self, head: Head, arrays: list[bytes]) -> list[bytes]:
+    def score_blocks(self, head: Head, arrays: Sequence[bytes]) -> list[bytes]:
         """Score some blocks of the members of a generation."""
         session, share = self.session, slice(head["first"], head["last"])
         strategy = session.strategy
@@ -177,7 +165,7 @@ class Follower:
         scores = self.fleet.executor.score_blocks(evaluator, candidates, strategy.population, batch, share)
         return [scores.astype(np.float32).tobytes()]
 
-    def differentiate(self, head: Head, arrays: list[bytes]) -> list[bytes]:
+    def differentiate(self, head: Head, arrays: Sequence[bytes]) -> list[bytes]:
         """Compute the gradients of some slices of a batch."""
         session, batch = self.session, self.batch(head["batch"])
         assert batch is not None
@@ -186,17 +174,16 @@ class Follower:
         scores, rows = self.fleet.executor.gradients(evaluator, theta, parts, batch.size)
         return [scores.tobytes(), encode_rows(rows, gradient_strategy(session).wire).cpu().numpy().tobytes()]
 
-    def train_members(self, head: Head, arrays: list[bytes]) -> list[bytes]:
+    def train_members(self, head: Head, arrays: Sequence[bytes]) -> list[bytes]:
         """Train some members, whose weights and moments come with the job."""
         session, count = self.session, head["last"] - head["first"]
         strategy, device = member_strategy(session), session.scorer.device
         train = cast(TrainMembers, session.driver).make_trainer(session, head["batch"], head["values"])
-        per_member, sends_moments = len(arrays) // count, bool(strategy.row_arrays)
+        templates, sends_moments = [strategy.moments(session.state, 0)] * count, bool(strategy.row_arrays)
+        members = decode_members(arrays, templates, sends_moments, device)
 
         def work(place: int) -> TrainedMember:
-            part = arrays[per_member * place : per_member * (place + 1)]
-            member = decode_member(part, strategy.moments(session.state, 0), sends_moments, device)
-            return train(head["first"] + place, member.theta, member.moments)
+            return train(head["first"] + place, members[place].theta, members[place].moments)
 
         trained = self.fleet.executor.run(work, count, device)
-        return [part for member in trained for part in encode_member(member, with_moments=sends_moments)]
+        return encode_members(trained, with_moments=sends_moments)

@@ -1,24 +1,25 @@
 """The work of one process: blocks of members, slices of gradients and training, on its threads or its GPU."""
 
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.errors import BadInput
-from germline.fleet.gradients import weigh_gradient
+from germline.fleet.gradients import Scores, average_scores, sum_in_order, weigh_gradient
 from germline.objective import Batch, seeded_generators
 from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
-from germline.strategies.candidates import Candidates
+from germline.strategies import AnyStrategy, Candidates, GenerationResult, Wire
 
+A = TypeVar("A")
 T = TypeVar("T")
-Scores = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,13 @@ class Executor:
         is_alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.has_hooks
         return self.workers or (1 if is_alone else torch.get_num_threads())
 
-    def gradients(
-        self, evaluator: Evaluator, theta: torch.Tensor, parts: list[Batch], size: int
-    ) -> tuple[Scores, torch.Tensor]:
+    def gradient(self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire) -> tuple[Scores, Tensor]:
+        """Return the score of the center on a batch and its gradient, computed in this process."""
+        parts = batch.split(evaluator.plan.slices)
+        scores, rows = self.gradients(evaluator, theta, parts, batch.size)
+        return average_scores(scores, parts), sum_in_order(rows, [len(parts)], wire=wire)
+
+    def gradients(self, evaluator: Evaluator, theta: Tensor, parts: list[Batch], size: int) -> tuple[Scores, Tensor]:
         """Return the scores of some slices of a batch, and their gradients weighed by their share of its examples."""
         keep_memory()
         threads = self.count_threads(evaluator)
@@ -92,6 +97,17 @@ class Executor:
             return run_on_threads(work, list(range(count)), threads)
 
 
+def time_update(strategy: AnyStrategy, state: Any, advance: Callable[[Any, GenerationResult], Any]) -> float:
+    """Return the seconds that an update takes, by trying it on made-up scores."""
+    scores, seconds = np.arange(strategy.population, dtype=np.float32), 0.0
+    result = GenerationResult(0, scores, strategy.values(state, 0))
+    for _ in range(2):  # the first time kernels are compiled
+        started = time.perf_counter()
+        advance(state, result).theta.cpu()
+        seconds = time.perf_counter() - started
+    return seconds
+
+
 def find_device(name: str, default: torch.device | None = None) -> torch.device:
     """Return the device of a name; auto is the default if there is one, else a GPU if there is one, else the CPU."""
     if name == "auto":
@@ -108,9 +124,6 @@ def find_device(name: str, default: torch.device | None = None) -> torch.device:
     if not is_present.get(device.type, False):
         raise BadInput(f"This machine has no device {name!r}: choose another device, or auto.")
     return device
-
-
-A = TypeVar("A")
 
 
 def run_on_threads(work: Callable[[A], T], items: list[A], threads: int) -> list[T]:

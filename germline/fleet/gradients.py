@@ -12,11 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from germline.noise import Span, round_to
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.protocol import Wire
+from germline.strategies import Wire
 
 COLUMNS = 256  # columns that share an int8 scale; spans begin at multiples of it
 SCALE_BYTES = 4
@@ -32,12 +33,12 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]: ...
+    def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]: ...
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def gather_parts(self, part: Tensor, lengths: list[int]) -> list[Tensor]: ...
 
 
-def weigh_gradient(evaluator: Evaluator, theta: torch.Tensor, part: Batch, size: int) -> tuple[Scores, torch.Tensor]:
+def weigh_gradient(evaluator: Evaluator, theta: Tensor, part: Batch, size: int) -> tuple[Scores, Tensor]:
     """Return the score of a slice of a batch of ``size`` examples, and its gradient times its share of them."""
     score, gradient = evaluator.gradient(theta, part)
     return score, gradient * round_to(part.size / size, gradient.dtype)
@@ -51,7 +52,7 @@ def average_scores(scores: Scores, parts: list[Batch]) -> Scores:
     return np.array([total / sum(part.size for part in parts)], np.float32)
 
 
-def encode_rows(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
+def encode_rows(rows: Tensor, wire: Wire) -> Tensor:
     """Encode rows of numbers as rows of bytes.
 
     >>> encode_rows(torch.ones(2, 300), "bfloat16").shape, encode_rows(torch.ones(2, 300), "int8").shape
@@ -70,7 +71,7 @@ def encode_rows(rows: torch.Tensor, wire: Wire) -> torch.Tensor:
     return torch.cat([scale.view(torch.uint8), integers.to(torch.int8).view(torch.uint8)], -1).view(count, -1)
 
 
-def decode_rows(encoded: torch.Tensor, width: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(encoded: Tensor, width: int, wire: Wire, dtype: torch.dtype) -> Tensor:
     """Return the rows, of ``width`` numbers each, that were encoded.
 
     >>> decode_rows(encode_rows(torch.tensor([[1.0, -0.5, 0.0]]), "int8"), 3, "int8", torch.float32)
@@ -86,9 +87,7 @@ def decode_rows(encoded: torch.Tensor, width: int, wire: Wire, dtype: torch.dtyp
     return rows.view(len(encoded), -1)[:, :width].to(dtype)
 
 
-def sum_in_order(
-    rows: torch.Tensor, counts: list[int], collective: Exchange | None = None, wire: Wire = "float32"
-) -> torch.Tensor:
+def sum_in_order(rows: Tensor, counts: list[int], collective: Exchange | None = None, wire: Wire = "float32") -> Tensor:
     """Return the sum of all rows, in the order of the processes that hold them.
 
     Each process adds a span of the columns, which it receives from all, and sends the sum to all: of S slices of M
@@ -104,27 +103,23 @@ def sum_in_order(
     if collective is None or collective.size == 1:
         return sum_encoded(encode_rows(rows, wire), size, wire, dtype)
     spans = column_spans(size, collective.size)
-    low, high = spans[collective.rank]
-    parts = [encode_rows(rows[:, a:b], wire).view(-1) for a, b in spans]
-    row_bytes = count_encoded_bytes(high - low, wire, dtype)
-    received = torch.cat(collective.trade(parts, [count * row_bytes for count in counts])).view(sum(counts), row_bytes)
-    total = add_rows(decode_rows(received, high - low, wire, dtype))
-    widest = max(count_encoded_bytes(b - a, wire, dtype) for a, b in spans)
-    sent = rows.new_zeros(widest, dtype=torch.uint8)
-    encoded = encode_rows(total[None], wire)[0]
-    sent[: encoded.numel()] = encoded
-    gathered = collective.gather(sent)
-    sums = [gathered[i : i + 1, : count_encoded_bytes(b - a, wire, dtype)] for i, (a, b) in enumerate(spans)]
-    return torch.cat([decode_rows(part, b - a, wire, dtype)[0] for part, (a, b) in zip(sums, spans, strict=True)])
+    widths = [high - low for low, high in spans]
+    row_bytes = [count_encoded_bytes(width, wire, dtype) for width in widths]
+    own_width, own_bytes = widths[collective.rank], row_bytes[collective.rank]
+    parts = [encode_rows(rows[:, low:high], wire).view(-1) for low, high in spans]
+    received = torch.cat(collective.trade(parts, [count * own_bytes for count in counts])).view(sum(counts), own_bytes)
+    total = add_rows(decode_rows(received, own_width, wire, dtype))
+    sums = collective.gather_parts(encode_rows(total[None], wire), row_bytes)
+    return torch.cat([decode_rows(part, width, wire, dtype)[0] for part, width in zip(sums, widths, strict=True)])
 
 
-def sum_encoded(encoded: torch.Tensor, size: int, wire: Wire, dtype: torch.dtype) -> torch.Tensor:
+def sum_encoded(encoded: Tensor, size: int, wire: Wire, dtype: torch.dtype) -> Tensor:
     """Return the sum of all rows, rounded as it would travel."""
     total = add_rows(decode_rows(encoded, size, wire, dtype))
     return decode_rows(encode_rows(total[None], wire), size, wire, dtype)[0]
 
 
-def add_rows(rows: torch.Tensor) -> torch.Tensor:
+def add_rows(rows: Tensor) -> Tensor:
     """Return the sum of some rows, added one after the other."""
     total = rows[0].clone()
     for row in rows[1:]:

@@ -13,53 +13,45 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline import noise
 from germline.errors import BadInput
+from germline.fleet import gradients
+from germline.fleet.cluster import messages
 from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.hub import Hub
+from germline.fleet.cluster.hub import Hub, RemoteWorker
 from germline.fleet.cluster.jobs import TOLERANCE, Coordinator, Job, are_close
 from germline.fleet.cluster.keys import create_authority
-from germline.fleet.cluster.messages import (
-    HEARTBEATS,
-    ConnectionLostError,
-    Head,
-    Message,
-    Stream,
-    decode_tensors,
-    encode_batch,
-    encode_state,
-    parse_address,
-)
+from germline.fleet.cluster.messages import ConnectionLostError, Head, Message, Stream
 from germline.fleet.executor import Executor, find_device
-from germline.fleet.gradients import average_scores, count_encoded_bytes, decode_rows, encode_rows, sum_encoded
-from germline.fleet.local import LocalMembers, LocalUpdate, Solo, local_gradient, scores_of
-from germline.fleet.protocol import Sample, Scores, TrainedMember
+from germline.fleet.gradients import Scores
+from germline.fleet.local import LocalUpdate, Solo
+from germline.fleet.protocol import Fleet, Inputs, MemberShare, Sample, TrainedMember, TrainMember, Update, scores_of
 from germline.noise import Field
 from germline.objective import Batch
 from germline.optim.optimizers import Moments
 from germline.population import Evaluator
-from germline.strategies.candidates import Candidates
-from germline.strategies.protocol import AnyStrategy, GenerationInputs, GenerationResult, MemberStrategy, Wire
-from germline.strategies.state import pack, unpack
+from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire, pack, unpack
 from germline.version import __version__
 
 TIMEOUT = 15.0  # seconds after which a silent worker is given up
 PAD = 1 << 16  # bytes by which the bandwidth to a worker is measured
 PREPARING = 600.0  # seconds for a worker to build the run
 STARTS = 3  # workers started here that may die before one of them is let in
+TURNED_AWAY = 2  # the exit code of a worker that was not let in
 PARENT = "GERMLINE_PARENT"  # the variable of a worker that ends with the process that holds its standard input
 
 
-class Elastic:
+class Elastic(Fleet):
     """A coordinator of workers on any machines.
 
     Args:
@@ -77,6 +69,8 @@ class Elastic:
     >>> fleet.close()
     """
 
+    group: ClassVar[Solo] = Solo()
+
     def __init__(
         self,
         address: str = "127.0.0.1:0",
@@ -90,7 +84,7 @@ class Elastic:
     ) -> None:
         if workers and recipe is None:
             raise BadInput("Workers here need to know the recipe: give recipe=, or start them with 'germline worker'.")
-        host, port = parse_address(address)
+        host, port = messages.parse_address(address)
         self.device, self.timeout, self.executor = device, timeout, Executor()
         self.private_keys: tempfile.TemporaryDirectory[str] | None = None
         if workers and keys is None:  # otherwise every user of this machine could join
@@ -105,69 +99,45 @@ class Elastic:
         self.block = 1  # members of a piece
         self.counted = (0, 0)  # bytes sent and received at the last count
         self.failed_starts = 0  # workers started here that have died since one was let in
-        self.processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", "germline", "worker", self.hub.address, "--recipe", str(recipe)]
-        command += ["--device", device, *(["--keys", str(keys)] if keys is not None else [])]
-        self.commands = [[*command, *(["--strategy", strategy] if strategy is not None else [])]] * workers
-        self._start_processes()
+        self.environment = {**os.environ, PARENT: "stdin"}
+        self.environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, workers))))
+        options = {"--recipe": recipe, "--device": device, "--keys": keys, "--strategy": strategy}
+        self.command = [sys.executable, "-m", "germline", "worker", self.hub.address]
+        self.command += [str(word) for option in options.items() if option[1] is not None for word in option]
+        self.processes = [self._start_process() for _ in range(workers)]
         atexit.register(self.close)
-
-    @property
-    def group(self) -> Solo:
-        return Solo()
-
-    @property
-    def launch_name(self) -> str | None:
-        return None
 
     @property
     def is_idle(self) -> bool:
         return self.is_open and not self.crew.workers
 
-    @property
-    def sends_weights(self) -> bool:
-        return False
-
     def find_device(self, default: torch.device | None = None) -> torch.device:
         return find_device(self.device, default)
 
-    def adapt(self, strategy: AnyStrategy) -> AnyStrategy:
-        return strategy
-
-    def check(self, strategy: AnyStrategy) -> None:
-        pass
-
     # Workers on this machine
 
-    def _start_processes(self) -> None:
-        environment = {**os.environ, PARENT: "stdin"}
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, len(self.commands)))))
-        for place, command in enumerate(self.commands):
-            process = self.processes[place] if place < len(self.processes) else None
-            if process is not None and process.poll() in (None, 2):  # 2: it was turned away, and would be again
-                continue
-            if process is not None:
-                process.communicate()
-                self.failed_starts += 1
-            if self.failed_starts > STARTS:
-                code = process.returncode if process is not None else None
-                raise BadInput(f"Workers started here end before they can work (exit code {code}).")
-            started = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
-            self.processes[place : place + 1] = [started]
+    def _start_process(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(self.command, env=self.environment, stdin=subprocess.PIPE, start_new_session=True)
 
     def _check_processes(self) -> None:
         """Start workers of this machine again that have died; raise an error if all were turned away."""
         if self.crew.workers:
             self.failed_starts = 0
-        if any(process.poll() not in (None, 2) for process in self.processes):
-            self._start_processes()
-        if self.processes and all(process.poll() == 2 for process in self.processes) and not self.crew.workers:
+        for place, process in enumerate(self.processes):
+            if process.poll() in (None, TURNED_AWAY):  # which it would be again
+                continue
+            process.communicate()
+            self.failed_starts += 1
+            if self.failed_starts > STARTS:
+                raise BadInput(f"Workers started here end before they can work (exit code {process.returncode}).")
+            self.processes[place] = self._start_process()
+        codes = {process.poll() for process in self.processes}
+        if codes == {TURNED_AWAY} and not self.crew.workers:
             raise BadInput("All workers were turned away; they have said why.")
 
     def close(self, *, ended: bool = False) -> None:
-        """Let all workers go: to wait for the run to go on or, where it has ended or they were started here, for good."""
+        """Let all workers go: to wait for the run to go on or, where it has ended or started them, for good."""
         atexit.unregister(self.close)
-        self.commands = []
         self.hub.close({"op": "end"} if ended or self.processes else None)
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -188,11 +158,11 @@ class Elastic:
         self.hub.say(f"waiting for workers at {self.hub.address}")
         run = hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()[:16]
         self.coordinator.run = run
-        invitation: dict[str, Any] = {"run": run, "header": dict(header), "sample": sample()}
-        self.invitation = invitation | {"batch": encode_batch(batch, 0) if batch is not None else None}
+        first = messages.encode_batch(batch, 0) if batch is not None else None
+        self.invitation = {"run": run, "header": dict(header), "sample": sample(), "batch": first}
 
-    async def _greet(self, stream: Stream) -> tuple[Head, float]:
-        """Let a worker in that proves to do the same work; return what it says of its machine, and its bandwidth."""
+    async def _greet(self, stream: Stream) -> RemoteWorker:
+        """Let a worker in that proves to do the same work."""
         about = (await asyncio.wait_for(stream.read(), self.timeout)).head
         texts = [about.get(name) for name in ("name", "device", "machine")]
         if about.get("op") != "join" or not all(isinstance(text, str) and len(text) < 200 for text in texts):
@@ -204,11 +174,11 @@ class Elastic:
                 await asyncio.wait_for(stream.write({"op": "refused", "reason": str(error)}), 2.0)
             raise
 
-    async def _admit_worker(self, stream: Stream, about: Head) -> tuple[Head, float]:
+    async def _admit_worker(self, stream: Stream, about: Head) -> RemoteWorker:
         for what, version in (("germline", __version__), ("noise", noise.VERSION)):
             if about.get(what) != version:
                 raise BadInput(f"it has version {about.get(what)} of {what}, and the coordinator {version}")
-        heartbeats = asyncio.ensure_future(stream.send_heartbeats(self.timeout / HEARTBEATS))
+        heartbeats = asyncio.ensure_future(stream.send_heartbeats(self.timeout / messages.HEARTBEATS))
         try:
             started = time.monotonic()
             await stream.write({"op": "ping"})
@@ -234,7 +204,8 @@ class Elastic:
         scores = np.frombuffer(b"".join(ready.arrays), np.float32)
         if not are_close(scores, invitation["sample"], TOLERANCE[invitation["header"]["plan"]["dtype"]]):
             raise BadInput("it computes other scores for the same members than the coordinator")
-        return about | ready.head | {"run": invitation["run"]}, bandwidth
+        about, head = about | {"run": invitation["run"]}, ready.head
+        return RemoteWorker(stream, about, bandwidth, head.get("version"), head["whole"], head["tell"])
 
     async def _expect(self, stream: Stream, op: str) -> Message:
         """Return the next message that is not a sign of life."""
@@ -248,72 +219,54 @@ class Elastic:
     # Work
 
     def score(
-        self,
-        evaluator: Evaluator,
-        candidates: Candidates,
-        population: int,
-        batch: Batch | None,
-        inputs: GenerationInputs | None = None,
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
         if not self.is_open or inputs is None:
             return self.executor.score_blocks(evaluator, candidates, population, batch)[:population]
         block = self.block = evaluator.plan.block
 
-        def decode(first: int, last: int, arrays: list[bytes]) -> Scores:
-            scores = np.frombuffer(arrays[0], np.float32)
-            if scores.size != (last - first) * block:
-                raise BadInput(f"it answered with {scores.size} scores where {(last - first) * block} were asked for")
-            return scores
+        def decode(first: int, last: int, arrays: Sequence[bytes]) -> Scores:
+            return decode_scores(arrays[0], (last - first) * block)
 
         def compute(first: int, last: int) -> Scores:
             return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
 
-        job = Job("scores", -(-population // block), decode, compute, lambda scores: scores)
-        return np.concatenate(self.coordinator.run_job(job, inputs, evaluator.plan))[:population]
+        pieces = -(-population // block)
+        job = Job("scores", pieces, inputs, decode, compute, lambda scores: scores, evaluator.plan)
+        return np.concatenate(self.coordinator.run_job(job))[:population]
 
     def gradient(
-        self,
-        evaluator: Evaluator,
-        theta: torch.Tensor,
-        batch: Batch,
-        wire: Wire,
-        inputs: GenerationInputs | None = None,
-    ) -> tuple[Scores, torch.Tensor]:
+        self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None
+    ) -> tuple[Scores, Tensor]:
         if not self.is_open or inputs is None:
-            return local_gradient(self.executor, evaluator, theta, batch, wire)
+            return self.executor.gradient(evaluator, theta, batch, wire)
         parts, size = batch.split(evaluator.plan.slices), theta.numel()
-        width = count_encoded_bytes(size, wire, theta.dtype)
+        width = gradients.count_encoded_bytes(size, wire, theta.dtype)
 
-        def decode(first: int, last: int, arrays: list[bytes]) -> tuple[Scores, torch.Tensor]:
-            scores = np.frombuffer(arrays[0], np.float32)
+        def decode(first: int, last: int, arrays: Sequence[bytes]) -> tuple[Scores, Tensor]:
             rows = torch.frombuffer(bytearray(arrays[1]), dtype=torch.uint8).view(last - first, width)
-            if scores.size != last - first:
-                raise BadInput(f"it answered with {scores.size} scores where {last - first} were asked for")
-            return scores, rows
+            return decode_scores(arrays[0], last - first), rows
 
-        def compute(first: int, last: int) -> tuple[Scores, torch.Tensor]:
+        def compute(first: int, last: int) -> tuple[Scores, Tensor]:
             scores, rows = self.executor.gradients(evaluator, theta, parts[first:last], batch.size)
-            return scores, encode_rows(rows, wire).cpu()
+            return scores, gradients.encode_rows(rows, wire).cpu()
 
-        def numbers(answer: tuple[Scores, torch.Tensor]) -> Scores:
-            lengths = decode_rows(answer[1], size, wire, theta.dtype).double().norm(dim=1)
+        def numbers(answer: tuple[Scores, Tensor]) -> Scores:
+            lengths = gradients.decode_rows(answer[1], size, wire, theta.dtype).double().norm(dim=1)
             return np.stack([answer[0], lengths.float().numpy()], 1).ravel()  # piece by piece
 
-        answers = self.coordinator.run_job(Job("gradient", len(parts), decode, compute, numbers), inputs)
+        answers = self.coordinator.run_job(Job("gradient", len(parts), inputs, decode, compute, numbers))
         rows = torch.cat([rows for _, rows in answers]).to(theta.device)
         scores = np.concatenate([scores for scores, _ in answers])
-        return average_scores(scores, parts), sum_encoded(rows, size, wire, theta.dtype)
+        return gradients.average_scores(scores, parts), gradients.sum_encoded(rows, size, wire, theta.dtype)
 
     def share_update(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> "RecordedUpdate":
         self.is_open = True
-        return RecordedUpdate(LocalUpdate(strategy, field, maximize), self.crew, self.coordinator)
+        return RecordedUpdate(LocalUpdate(strategy, field, maximize), self.coordinator)
 
-    def share_members(
-        self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool
-    ) -> "RemoteMembers":
-        self.is_open = True
-        update = RecordedUpdate(LocalUpdate(strategy, field, maximize), self.crew, self.coordinator)
-        return RemoteMembers(update, LocalMembers(update.local, self.executor), self.coordinator, strategy)
+    def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> MemberShare:
+        update = self.share_update(strategy, state, field, maximize=maximize)
+        return RemoteMembers(update, range(strategy.population), strategy, self.coordinator, self.executor)
 
     def describe_workers(self) -> list[dict[str, Any]]:
         """Return what people want to know of each worker."""
@@ -322,113 +275,105 @@ class Elastic:
         return [
             {
                 "name": worker.name,
-                "device": worker.peer.about.get("device"),
-                "machine": worker.peer.about.get("machine"),
+                "device": worker.about.get("device"),
+                "machine": worker.about.get("machine"),
                 "state": worker.describe(generation, self.timeout),
                 "members_per_second": self.block * worker.rate,
                 "share": worker.rate / total if worker.is_useful(generation) else 0.0,
                 "busy_seconds": worker.busy_seconds,
                 "answers": worker.answers,
                 "pieces": worker.pieces,
-                "bytes_sent": worker.peer.stream.received,
-                "bytes_received": worker.peer.stream.sent,
+                "bytes_sent": worker.stream.received,
+                "bytes_received": worker.stream.sent,
             }
             for worker in workers
         ]
 
     def count_bytes(self) -> tuple[int, int]:
-        streams, past = [worker.peer.stream for worker in self.crew.workers.values()], self.coordinator.past_bytes
-        now = (past[0] + sum(s.sent for s in streams), past[1] + sum(s.received for s in streams))
-        before, self.counted = self.counted, now
+        streams, past = [worker.stream for worker in self.crew.workers.values()], self.coordinator.past_bytes
+        before = self.counted
+        now = self.counted = (past[0] + sum(s.sent for s in streams), past[1] + sum(s.received for s in streams))
         return now[0] - before[0], now[1] - before[1]
 
 
 @dataclass(frozen=True)
-class RecordedUpdate:
+class RecordedUpdate(Update):
     """An update by the coordinator, which workers that follow by records make for themselves meanwhile."""
 
     local: LocalUpdate
-    crew: Crew
     coordinator: Coordinator
 
-    def local_part(self, state: Any) -> Any:
-        return state
-
     def advance(self, state: Any, result: GenerationResult) -> Any:
-        strategy = self.local.strategy
+        strategy, coordinator = self.local.strategy, self.coordinator
         if strategy.kind == "evolve":
-            self.crew.record(strategy, state, result, self.coordinator.job_number)
-        self.coordinator.generation = result.generation + 1
+            coordinator.crew.record(strategy, state, result, coordinator.job_number)
+        coordinator.generation = result.generation + 1
         return self.local.advance(state, result)
-
-    def gather(self, state: Any) -> Any:
-        return state
 
 
 @dataclass(frozen=True)
-class RemoteMembers:
+class RemoteMembers(MemberShare):
     """Members that train on workers: their weights and moments are sent there and back."""
 
     update: RecordedUpdate
-    local: LocalMembers
-    coordinator: Coordinator
+    members: range
     strategy: MemberStrategy[Any]
+    coordinator: Coordinator
+    executor: Executor
 
-    @property
-    def members(self) -> range:
-        return self.local.members
-
-    def gradient(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
-        return self.local.gradient(evaluator, theta, batch)
-
-    def train(
-        self, work: Callable[[int], TrainedMember], device: torch.device, inputs: GenerationInputs | None
-    ) -> tuple[list[TrainedMember], Scores]:
+    def train(self, work: TrainMember, device: torch.device, inputs: Inputs) -> tuple[list[TrainedMember], Scores]:
         assert inputs is not None
         strategy, state, sends_moments = self.strategy, inputs.state, bool(self.strategy.row_arrays)
 
-        def arrays(first: int, last: int) -> list[bytes]:
-            rows = []
-            for member in range(first, last):
-                row = [state.members[member], *([strategy.moments(state, member)] if sends_moments else [])]
-                tree, layout, contents = encode_state(row)
-                rows += [json.dumps({"tree": tree, "layout": layout}).encode(), *contents]
-            return rows
+        def members(first: int, last: int) -> list[TrainedMember]:
+            rows = range(first, last)
+            return [TrainedMember(state.members[row], strategy.moments(state, row), 0.0) for row in rows]
 
-        def decode(first: int, last: int, answer: list[bytes]) -> list[TrainedMember]:
-            trained, per_member = [], len(answer) // (last - first)
-            for place in range(last - first):
-                part = answer[per_member * place : per_member * (place + 1)]
-                template = strategy.moments(state, first + place)
-                member = decode_member(part, template, sends_moments, device)
-                if member.theta.shape != state.theta.shape or member.theta.dtype != state.theta.dtype:
-                    raise BadInput("it answered with weights of another shape")
-                if shapes_of(member.moments) != shapes_of(template):
-                    raise BadInput("it answered with moments of another shape")
-                trained.append(member)
+        def arrays(first: int, last: int) -> list[bytes]:
+            return encode_members(members(first, last), with_moments=sends_moments)
+
+        def decode(first: int, last: int, answer: Sequence[bytes]) -> list[TrainedMember]:
+            before = members(first, last)
+            trained = decode_members(answer, [member.moments for member in before], sends_moments, device)
+            if [shapes_of(member) for member in trained] != [shapes_of(member) for member in before]:
+                raise BadInput("it answered with weights or moments of another shape")
             return trained
 
         def compute(first: int, last: int) -> list[TrainedMember]:
-            return self.local.executor.run(lambda place: work(first + place), last - first, device)
+            return self.executor.run(lambda place: work(first + place), last - first, device)
 
-        job = Job("train", len(self.members), decode, compute, scores_of, arrays, is_sampled=False)
-        trained = [member for part in self.coordinator.run_job(job, inputs) for member in part]
+        pieces = len(self.members)
+        job = Job("train", pieces, inputs, decode, compute, scores_of, arrays=arrays, is_sampled=False)
+        trained = [member for part in self.coordinator.run_job(job) for member in part]
         return trained, scores_of(trained)
 
 
-def decode_member(part: list[bytes], template: Moments, has_moments: bool, device: torch.device) -> TrainedMember:
-    """Return a member of a message: its weights, its moments, or the template where they are not sent, and its score."""
-    about = json.loads(part[0])
-    tensors = decode_tensors(about["layout"], part[1:], device)
-    theta = tensors.pop("0")
-    moments = unpack(template, about["tree"]["list"][1], tensors) if has_moments else template
-    return TrainedMember(theta, moments, float(about.get("score", 0.0)))
+def decode_scores(content: bytes, count: int) -> Scores:
+    """Return the scores of an answer, or raise an error if there are more or fewer than were asked for."""
+    scores = np.frombuffer(content, np.float32)
+    if scores.size != count:
+        raise BadInput(f"it answered with {scores.size} scores where {count} were asked for")
+    return scores
 
 
-def encode_member(member: TrainedMember, *, with_moments: bool) -> list[bytes]:
-    """Return a member as arrays of a message."""
-    tree, layout, contents = encode_state([member.theta, member.moments] if with_moments else [member.theta])
-    return [json.dumps({"tree": tree, "layout": layout, "score": member.score}).encode(), *contents]
+def encode_members(members: list[TrainedMember], *, with_moments: bool) -> list[bytes]:
+    """Return members as arrays of a message."""
+    rows = [[theta, moments if with_moments else None, score] for theta, moments, score in members]
+    tree, layout, contents = messages.encode_state(rows)
+    return [json.dumps({"tree": tree, "layout": layout}).encode(), *contents]
+
+
+def decode_members(
+    arrays: Sequence[bytes], templates: list[Moments], has_moments: bool, device: torch.device
+) -> list[TrainedMember]:
+    """Return the members of a message; where their moments are not sent, they have those of the templates."""
+    about = json.loads(arrays[0])
+    tensors, members = messages.decode_tensors(about["layout"], arrays[1:], device), []
+    for item, template in zip(about["tree"]["list"], templates, strict=True):
+        theta, moments, score = item["list"]
+        own = unpack(template, moments, tensors) if has_moments else template
+        members.append(TrainedMember(tensors[theta["tensor"]], own, float(score)))
+    return members
 
 
 def shapes_of(value: Any) -> list[Any]:

@@ -2,20 +2,21 @@
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from germline.fleet.cluster.crew import Crew, RemoteWorker
-from germline.fleet.cluster.hub import Event, Hub
+from germline.fleet.cluster.crew import Crew
+from germline.fleet.cluster.hub import Hub, RemoteWorker
 from germline.fleet.cluster.messages import Head, Message, checksum, encode_batch, fields_to_check
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
+from germline.fleet.gradients import Scores
 from germline.genome import theta_sha256
 from germline.population import Plan
-from germline.strategies.protocol import GenerationInputs
+from germline.strategies import GenerationInputs
 
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are checked again
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
@@ -38,21 +39,49 @@ class Job:
     Attributes:
         kind: ``"scores"``, ``"gradient"`` or ``"train"``.
         pieces: The number of pieces that it can be cut into.
+        inputs: What the members of the generation are made of.
         decode: Makes an answer of pieces first to last from a worker's arrays, or raises an error.
         compute: Computes the same in this process.
         numbers: Returns the numbers of an answer by which it is checked, piece by piece.
+        plan: How members are evaluated; None where they are not.
         arrays: Returns what workers need for some pieces, in addition to the State.
         is_sampled: Whether one piece is so cheap that it may be computed again as a check.
     """
 
     kind: str
     pieces: int
-    decode: Callable[[int, int, list[bytes]], Any]
+    inputs: GenerationInputs
+    decode: Callable[[int, int, Sequence[bytes]], Any]
     compute: Callable[[int, int], Any]
-    numbers: Callable[[Any], NDArray[np.float32]]
+    numbers: Callable[[Any], Scores]
+    plan: Plan | None = None
     arrays: Callable[[int, int], list[bytes]] = lambda first, last: []
     is_sampled: bool = True
     answers: dict[int, Any] = field(default_factory=dict)  # by first piece
+
+    @property
+    def generation(self) -> int:
+        return int(self.inputs.version.rstrip("+"))
+
+    @cached_property
+    def theta(self) -> str:
+        return theta_sha256(self.inputs.state.theta)
+
+    @cached_property
+    def checked_fields(self) -> list[str]:
+        return fields_to_check(self.inputs.strategy, self.inputs.state)
+
+    @cached_property
+    def checksum(self) -> int:
+        return checksum(self.checked_fields, self.inputs.state)
+
+    @cached_property
+    def head(self) -> Head:
+        """What a worker has to know of the job."""
+        inputs, plan = self.inputs, asdict(self.plan) if self.plan is not None else None
+        head: Head = {"op": "job", "kind": self.kind, "version": inputs.version, "generation": self.generation}
+        head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
+        return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": self.checked_fields}
 
 
 @dataclass
@@ -63,6 +92,7 @@ class Coordinator:
         run: The name of the run that workers must have joined for; None before there is one.
         generation: The generation of the present job.
         job_number: The number of the present job.
+        scheduler: The pieces of the present job.
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
@@ -72,110 +102,95 @@ class Coordinator:
     run: str | None = None
     generation: int = 0
     job_number: int = 0
+    scheduler: ChunkScheduler = field(default_factory=lambda: ChunkScheduler(0, {}))
     past_bytes: tuple[int, int] = (0, 0)  # of connections that have ended
     last_note: float = 0.0
 
-    def run_job(self, job: Job, inputs: GenerationInputs, plan: Plan | None = None) -> list[Any]:
+    def run_job(self, job: Job) -> list[Any]:
         """Have the fleet do a job, and wait for all of it; return the answers in order."""
-        self.generation, self.job_number = int(inputs.version.rstrip("+")), self.job_number + 1
-        self.take_events(None, 0.0)
+        self.generation, self.job_number = job.generation, self.job_number + 1
+        self.take_events(0.0)
         for worker in self.crew.workers.values():
             if self.generation - worker.last_useful > FORGIVEN:  # it was too slow, and may not be any more
                 worker.last_useful, worker.rates, worker.pending = self.generation, {}, set()
         rates = {number: worker.rates.get(job.kind, 0.0) for number, worker in self.crew.workers.items()}
-        scheduler = ChunkScheduler(job.pieces, rates)
-        head: Head = {"op": "job", "kind": job.kind, "version": inputs.version, "job": self.job_number}
-        head |= {"plan": asdict(plan) if plan is not None else None, "generation": self.generation}
-        head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
-        head |= {"on_dev": inputs.on_dev, "checked_fields": fields_to_check(inputs.strategy, inputs.state)}
-        expected: dict[str, Any] = {}  # checksums of the State, computed when they are needed
+        scheduler = self.scheduler = ChunkScheduler(job.pieces, rates)
         while not scheduler.is_finished:
-            self._send_chunks(job, scheduler, inputs, head)
-            for worker, message in self.take_events(scheduler, TICK if self.crew.workers else 1.0):
-                chunk = self._find_chunk(scheduler, worker, message.head)
+            self._send_chunks(job)
+            for worker, message in self.take_events(TICK if self.crew.workers else 1.0):
+                chunk = self._find_chunk(worker, message.head)
                 if chunk is None:
                     continue
-                waited = time.monotonic() - chunk.since
-                worker.measure(job.kind, chunk.size, message.head.get("seconds"), waited)
-                if message.head.get("op") == "dropped" or not scheduler.is_needed(chunk):
-                    scheduler.return_chunk(chunk.number, time.monotonic())
-                    continue
-                try:
-                    answer = self._check_answer(job, chunk, worker, message, inputs, expected, plan)
-                except WrongAnswerError as error:
-                    scheduler.return_chunk(chunk.number, time.monotonic())
-                    self._turn_away(worker, scheduler, str(error))
-                    continue
-                if answer is None:  # it had other weights, and is sent the right ones
+                answer = self._take_answer(job, chunk, worker, message)
+                if answer is None:
                     scheduler.return_chunk(chunk.number, time.monotonic())
                     continue
                 scheduler.complete(chunk.number, time.monotonic())
                 job.answers[chunk.first] = answer
                 worker.pieces += chunk.size
                 worker.strikes, worker.last_useful = 0, self.generation
-                scheduler.rates[worker.peer.number] = worker.rates.get(job.kind, 0.0)
+                scheduler.rates[worker.number] = worker.rates.get(job.kind, 0.0)
         return [job.answers[first] for first in sorted(job.answers)]
 
-    def _send_chunks(self, job: Job, scheduler: ChunkScheduler, inputs: GenerationInputs, head: Head) -> None:
+    def _send_chunks(self, job: Job) -> None:
         """Give every worker that has fewer than two chunks its next one."""
+        inputs, head = job.inputs, job.head | {"job": self.job_number}
         for number, worker in list(self.crew.workers.items()):
             while len(worker.pending) < CHUNKS_PER_WORKER:
-                chunk = scheduler.next_chunk(number, time.monotonic())
+                chunk = self.scheduler.next_chunk(number, time.monotonic())
                 if chunk is None:
                     break
                 worker.pending.add((self.job_number, chunk.number))
                 self.crew.bring_up_to_date(worker, inputs, self.generation)
                 if inputs.given_batch is not None and worker.batch != inputs.batch:
-                    self.hub.send(worker.peer, *encode_batch(inputs.given_batch, inputs.batch))
+                    self.hub.send(worker, *encode_batch(inputs.given_batch, inputs.batch))
                     worker.batch = inputs.batch
                 is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
                 about = {"chunk": chunk.number, "first": chunk.first, "last": chunk.last, "check": is_checked}
-                self.hub.send(worker.peer, head | about, job.arrays(chunk.first, chunk.last))
+                self.hub.send(worker, head | about, job.arrays(chunk.first, chunk.last))
 
-    def _find_chunk(self, scheduler: ChunkScheduler, worker: RemoteWorker, head: Head) -> Chunk | None:
+    def _find_chunk(self, worker: RemoteWorker, head: Head) -> Chunk | None:
         """Return the chunk of an answer, or None if it is not awaited any more; then only its speed is taken in."""
         job, number = head.get("job"), head.get("chunk")
         if isinstance(job, int) and isinstance(number, int):
             worker.pending.discard((job, number))
-        chunk = scheduler.out.get(number) if isinstance(number, int) and job == self.job_number else None
-        if chunk is not None and chunk.worker == worker.peer.number:
+        chunk = self.scheduler.out.get(number) if isinstance(number, int) and job == self.job_number else None
+        if chunk is not None and chunk.worker == worker.number:
             return chunk
         first, last, kind = head.get("first"), head.get("last"), head.get("kind")
         if isinstance(first, int) and isinstance(last, int) and 0 < last - first < 1 << 32 and kind in KINDS:
             worker.measure(str(kind), last - first, head.get("seconds"))
         return None
 
-    def _check_answer(
-        self,
-        job: Job,
-        chunk: Chunk,
-        worker: RemoteWorker,
-        message: Message,
-        inputs: GenerationInputs,
-        expected: dict[str, Any],
-        plan: Plan | None,
-    ) -> Any:
-        """Return a worker's answer if it can be right, None if the worker had other weights, or raise an error."""
+    def _take_answer(self, job: Job, chunk: Chunk, worker: RemoteWorker, message: Message) -> Any:
+        """Return a worker's answer, or None if it is of no use; a worker with a wrong one is turned away."""
         head = message.head
-        if "theta" in head and "theta" not in expected:
-            expected["theta"] = theta_sha256(inputs.state.theta)
-        if "checksum" not in expected:
-            expected["checksum"] = checksum(fields_to_check(inputs.strategy, inputs.state), inputs.state)
-        is_stale = head.get("op") == "stale"
-        if is_stale or any(head.get(name, value) != value for name, value in expected.items()):
-            worker.strikes += 1
-            if worker.strikes > STRIKES:
-                raise WrongAnswerError("again and again it has other weights than it was sent")
-            if not is_stale:
-                self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
-            worker.version, worker.has_whole_state = None, False
+        worker.measure(job.kind, chunk.size, head.get("seconds"), time.monotonic() - chunk.since)
+        if head.get("op") == "dropped" or not self.scheduler.is_needed(chunk):
             return None
-        answer = self._decode_answer(job, chunk, message, plan.dtype if plan is not None else "float32")
-        if "theta" in head:
-            worker.checked = self.generation
+        try:
+            if head.get("op") == "stale" or not has_same_weights(job, head):
+                self._forget_weights(worker, is_stale=head.get("op") == "stale")
+                return None
+            answer = self._decode_answer(job, chunk, message)
+        except WrongAnswerError as error:
+            self.crew.workers.pop(worker.number, None)
+            self.scheduler.drop_worker(worker.number)
+            self.hub.refuse(worker, str(error))
+            return None
+        worker.checked = self.generation if "theta" in head else worker.checked
         return answer
 
-    def _decode_answer(self, job: Job, chunk: Chunk, message: Message, dtype: str) -> Any:
+    def _forget_weights(self, worker: RemoteWorker, *, is_stale: bool) -> None:
+        """Have a worker with other weights than it should have be sent the right ones, or raise an error."""
+        worker.strikes += 1
+        if worker.strikes > STRIKES:
+            raise WrongAnswerError("again and again it has other weights than it was sent")
+        if not is_stale:
+            self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
+        worker.version, worker.has_whole_state = None, False
+
+    def _decode_answer(self, job: Job, chunk: Chunk, message: Message) -> Any:
         """Return an answer; one with infinities, and a sample now and then, is computed here again and compared."""
         if message.head.get("op") != "answer":
             job.compute(chunk.first, chunk.last)  # if it fails here as well, it is not the worker's fault
@@ -189,59 +204,54 @@ class Coordinator:
         if has_infinities or ("theta" in message.head and job.is_sampled):
             last = chunk.last if has_infinities else chunk.first + 1
             expected = job.numbers(job.compute(chunk.first, last))
-            if not are_close(numbers[: expected.size], expected, TOLERANCE[dtype]):
+            tolerance = TOLERANCE[job.plan.dtype if job.plan is not None else "float32"]
+            if not are_close(numbers[: expected.size], expected, tolerance):
                 raise WrongAnswerError("it computes other scores for the same members than the coordinator")
         return answer
 
-    def _turn_away(self, worker: RemoteWorker, scheduler: ChunkScheduler, reason: str) -> None:
-        self.crew.workers.pop(worker.peer.number, None)
-        scheduler.drop_worker(worker.peer.number)
-        self.hub.refuse(worker.peer, reason)
-
-    def take_events(self, scheduler: ChunkScheduler | None, seconds: float) -> list[tuple[RemoteWorker, Message]]:
+    def take_events(self, seconds: float) -> list[tuple[RemoteWorker, Message]]:
         """Take in all events, after waiting up to some seconds for the first; return the answers among them."""
         answers, until = [], time.monotonic() + seconds
         while True:
             try:
-                event = self.hub.events.get(timeout=max(0.0, until - time.monotonic()))
+                kind, worker, message = self.hub.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             until = 0.0  # then only those that are there already
-            if event.kind == "answered" and event.peer.number in self.crew.workers:
-                answers.append((self.crew.workers[event.peer.number], event.message))
-            elif event.kind == "joined":
-                self._add_worker(event, scheduler)
-            elif event.kind == "left":
-                self._remove_worker(event, scheduler)
+            if kind == "joined":
+                self._add_worker(worker)
+            elif worker.number in self.crew.workers:  # otherwise it was turned away
+                if kind == "answered":
+                    answers.append((worker, message))
+                else:
+                    self._remove_worker(worker)
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
             self.hub.say(f"there are no workers: waiting for some at {self.hub.address}")
         self.check_processes()
         return answers
 
-    def _add_worker(self, event: Event, scheduler: ChunkScheduler | None) -> None:
-        peer, about = event.peer, event.peer.about
+    def _add_worker(self, worker: RemoteWorker) -> None:
+        about = worker.about
         if about["run"] != self.run:
-            self.hub.disconnect(peer)  # it connects again, for this run
+            self.hub.disconnect(worker)  # it connects again, for this run
             return
-        worker = RemoteWorker(peer, about.get("version"), bool(about.get("whole")), about["tell"])
-        self.crew.workers[peer.number] = worker
-        self.hub.say(f"worker {about.get('name')} has joined: {about.get('device')}, {about.get('machine')}")
-        if scheduler is not None:
-            scheduler.rates[peer.number] = 0.0
+        self.crew.workers[worker.number], self.scheduler.rates[worker.number] = worker, 0.0
+        self.hub.say(f"worker {worker.name} has joined: {about['device']}, {about['machine']}")
 
-    def _remove_worker(self, event: Event, scheduler: ChunkScheduler | None) -> None:
-        worker = self.crew.workers.pop(event.peer.number, None)
-        if worker is None:
-            return
-        stream = event.peer.stream
-        self.past_bytes = self.past_bytes[0] + stream.sent, self.past_bytes[1] + stream.received
+    def _remove_worker(self, worker: RemoteWorker) -> None:
+        del self.crew.workers[worker.number]
+        self.scheduler.drop_worker(worker.number)
+        self.past_bytes = self.past_bytes[0] + worker.stream.sent, self.past_bytes[1] + worker.stream.received
         self.hub.say(f"worker {worker.name} has left")
-        if scheduler is not None:
-            scheduler.drop_worker(event.peer.number)
 
 
-def are_close(numbers: Any, expected: NDArray[np.float32], tolerance: float) -> bool:
+def has_same_weights(job: Job, head: Head) -> bool:
+    """Return whether an answer was computed with the weights of a job, as far as it says."""
+    return head.get("checksum", job.checksum) == job.checksum and ("theta" not in head or head["theta"] == job.theta)
+
+
+def are_close(numbers: Any, expected: Scores, tolerance: float) -> bool:
     """Return whether scores are equal but for what unlike machines make of them: last bits, and an example or two."""
     finite = np.isfinite(expected)
     if numbers.shape != expected.shape or not np.array_equal(finite, np.isfinite(numbers)):

@@ -1,7 +1,7 @@
 """Certificates of a fleet: one authority, and a key for each machine. Both ends of a connection must show one.
 
-A machine needs three files: ``ca.pem``, by which it recognizes the others, and its own ``cert.pem`` and ``key.pem``. The
-key of the authority, ``ca.key``, stays where it was created.
+A machine needs three files: ``ca.pem``, by which it recognizes the others, and its own ``cert.pem`` and ``key.pem``.
+The key of the authority, ``ca.key``, stays where it was created.
 """
 
 import datetime
@@ -22,15 +22,13 @@ def create_authority(folder: Path) -> None:
     if (folder / "ca.key").exists():
         raise BadInput(f"{folder} has an authority already: add machines with 'germline keys add {folder} NAME'.")
     folder.mkdir(parents=True, exist_ok=True)
-    key = crypto.ec.generate_private_key(crypto.ec.SECP256R1())
-    name = crypto.name("germline fleet")
-    usage = crypto.x509.KeyUsage(False, False, False, False, False, True, True, False, False)
-    builder = crypto.certificate(name, key.public_key()).issuer_name(name)
-    builder = builder.add_extension(crypto.x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(usage, critical=True)
-    builder = builder.add_extension(crypto.x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-    write_new(folder / "ca.pem", crypto.pem(builder.sign(key, crypto.hashes.SHA256())))
-    write_new(folder / "ca.key", crypto.private(key), secret=True)
+    key, x509 = crypto.create_key(), crypto.x509
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    extensions = [(x509.BasicConstraints(ca=True, path_length=0), True), (usage, True)]
+    extensions.append((x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False))
+    name = "germline fleet"
+    write_new(folder / "ca.pem", crypto.create_certificate(name, key, crypto.name(name), key, extensions))
+    write_new(folder / "ca.key", crypto.encode_key(key), secret=True)
     issue(folder, folder, "coordinator", server=True)
 
 
@@ -52,28 +50,24 @@ def add_machine(folder: Path, name: str) -> Path:
 def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> None:
     """Create a key and its certificate, signed by the authority; a worker's does not make it a coordinator."""
     crypto = Crypto()
-    parent = crypto.x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes())
-    signer = crypto.load_key((authority / "ca.key").read_bytes())
-    key = crypto.ec.generate_private_key(crypto.ec.SECP256R1())
-    usages = crypto.oid.ExtendedKeyUsageOID
+    key, x509 = crypto.create_key(), crypto.x509
+    parent = x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes())
+    signer = crypto.serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    usages = x509.oid.ExtendedKeyUsageOID
     allowed = [usages.CLIENT_AUTH, *([usages.SERVER_AUTH] if server else [])]
-    builder = crypto.certificate(crypto.name(name), key.public_key()).issuer_name(parent.subject)
-    builder = builder.add_extension(crypto.x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(crypto.x509.ExtendedKeyUsage(allowed), critical=False)
-    builder = builder.add_extension(
-        crypto.x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
-    )
-    write_new(folder / "cert.pem", crypto.pem(builder.sign(signer, crypto.hashes.SHA256())))
-    write_new(folder / "key.pem", crypto.private(key), secret=True)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    extensions = [(x509.BasicConstraints(ca=False, path_length=None), True)]
+    extensions += [(x509.ExtendedKeyUsage(allowed), False), (identifier, False)]
+    write_new(folder / "cert.pem", crypto.create_certificate(name, key, parent.subject, signer, extensions))
+    write_new(folder / "key.pem", crypto.encode_key(key), secret=True)
 
 
 def ssl_context(folder: Path, *, server: bool) -> ssl.SSLContext:
     """Return one end of a connection, which accepts only certificates of the same authority."""
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        raise BadInput(
-            f"{folder} has no {missing[0]}: make keys with 'germline keys init DIR' and 'keys add DIR NAME'."
-        )
+        hint = "make keys with 'germline keys init DIR' and 'keys add DIR NAME'"
+        raise BadInput(f"{folder} has no {missing[0]}: {hint}.")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # machines may be anywhere: the authority's signature counts
@@ -102,26 +96,25 @@ class Crypto:
             from cryptography.hazmat.primitives.asymmetric import ec
         except ImportError as error:
             raise BadInput("Keys need the library cryptography: pip install 'germline[elastic]'.") from error
-        self.x509, self.oid, self.hashes, self.serialization, self.ec = x509, x509.oid, hashes, serialization, ec
+        self.x509, self.hashes, self.serialization, self.ec = x509, hashes, serialization, ec
+
+    def create_key(self) -> Any:
+        return self.ec.generate_private_key(self.ec.SECP256R1())
+
+    def encode_key(self, key: Any) -> Any:
+        kinds = self.serialization
+        return key.private_bytes(kinds.Encoding.PEM, kinds.PrivateFormat.PKCS8, kinds.NoEncryption())
 
     def name(self, common: str) -> Any:
-        return self.x509.Name([self.x509.NameAttribute(self.oid.NameOID.COMMON_NAME, common)])
+        return self.x509.Name([self.x509.NameAttribute(self.x509.oid.NameOID.COMMON_NAME, common)])
 
-    def certificate(self, subject: Any, public: Any) -> Any:
+    def create_certificate(self, name: str, key: Any, issuer: Any, signer: Any, extensions: list[Any]) -> Any:
+        """Return a certificate of a key, as PEM; each extension has whether it is critical."""
         now = datetime.datetime.now(datetime.UTC)
-        builder = self.x509.CertificateBuilder().subject_name(subject).public_key(public)
-        builder = builder.serial_number(self.x509.random_serial_number())
+        builder = self.x509.CertificateBuilder().subject_name(self.name(name)).issuer_name(issuer)
+        builder = builder.public_key(key.public_key()).serial_number(self.x509.random_serial_number())
         builder = builder.not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
-        return builder.not_valid_after(now + datetime.timedelta(days=365 * YEARS))
-
-    def pem(self, certificate: Any) -> bytes:
-        content: bytes = certificate.public_bytes(self.serialization.Encoding.PEM)
-        return content
-
-    def private(self, key: Any) -> bytes:
-        kinds = self.serialization
-        content: bytes = key.private_bytes(kinds.Encoding.PEM, kinds.PrivateFormat.PKCS8, kinds.NoEncryption())
-        return content
-
-    def load_key(self, content: bytes) -> Any:
-        return self.serialization.load_pem_private_key(content, None)
+        builder = builder.not_valid_after(now + datetime.timedelta(days=365 * YEARS))
+        for extension, is_critical in extensions:
+            builder = builder.add_extension(extension, critical=is_critical)
+        return builder.sign(signer, self.hashes.SHA256()).public_bytes(self.serialization.Encoding.PEM)

@@ -1,7 +1,7 @@
 """Messages between a coordinator and its workers: a JSON object and arrays of bytes; numbers and names, no code.
 
-They travel over Dask's transport, with TLS where there are keys. Workers open the connections, so a worker may be behind
-any router.
+They travel over Dask's transport, with TLS where there are keys. Workers open the connections, so a worker may be
+behind any router.
 """
 
 import asyncio
@@ -9,19 +9,20 @@ import itertools
 import json
 import time
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.fleet.cluster.keys import ssl_context
 from germline.objective import Batch
-from germline.strategies.protocol import AnyStrategy
-from germline.strategies.state import pack, unpack
+from germline.strategies import AnyStrategy, pack, unpack
 
 HEARTBEATS = 5  # signs of life within the time after which a silent end is given up
 PIECE = 1 << 18  # bytes of a long message that are sent at once
@@ -37,7 +38,13 @@ class ConnectionLostError(Exception):
 
 class Message(NamedTuple):
     head: Head
-    arrays: list[bytes]
+    arrays: Sequence[bytes] = ()
+
+
+def answer_to(head: Head, op: str, arrays: Sequence[bytes] = (), **about: Any) -> Message:
+    """Return the answer to a job, which says what it is an answer to."""
+    echo = {key: head[key] for key in ("job", "chunk", "version", "kind", "first", "last")}
+    return Message({**echo, "op": op, **about}, arrays)
 
 
 def encode_state(value: Any) -> tuple[Any, list[Any], list[bytes]]:
@@ -48,11 +55,11 @@ def encode_state(value: Any) -> tuple[Any, list[Any], list[bytes]]:
     return tree, layout, [array.reshape(-1).view(torch.uint8).numpy().tobytes() for array in arrays.values()]
 
 
-def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.device) -> dict[str, torch.Tensor]:
+def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.device) -> dict[str, Tensor]:
     """Return the arrays of a message, by name."""
     tensors = {}
     for (name, dtype, shape), content in zip(layout, contents, strict=True):
-        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        flat = torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))
         tensors[name] = flat.view(getattr(torch, dtype)).reshape(shape).to(device)
     return tensors
 
@@ -63,7 +70,7 @@ def encode_batch(batch: Batch, number: int) -> Message:
     return Message({"op": "batch", "batch": number, "tree": tree, "layout": layout, "size": batch.size}, contents)
 
 
-def decode_batch(head: Head, arrays: list[bytes], device: torch.device) -> Batch:
+def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> Batch:
     """Return the batch of a message."""
     parts: Any = unpack([], head["tree"], decode_tensors(head["layout"], arrays, device))
     args, kwargs, target = parts
@@ -128,6 +135,7 @@ class Stream:
     """One end of a connection."""
 
     comm: Any
+    patience: float  # seconds after which a silent end is given up
     sent: int = 0  # bytes
     received: int = 0
     last_read: float = field(default_factory=time.monotonic)
@@ -135,47 +143,33 @@ class Stream:
 
     async def write(self, head: Head, arrays: Sequence[bytes] = ()) -> None:
         """Write a message; a long one in pieces, so that the other end is never without a sign of life."""
-        text, sizes = json.dumps(head), list(map(len, arrays))
-        content = b"".join(arrays) if sum(sizes) > PIECE else b""
+        text, content = json.dumps(head), b"".join(arrays)
+        first = {"head": text, "sizes": list(map(len, arrays)), "piece": content[:PIECE]}
+        rest = ({"piece": content[start : start + PIECE]} for start in range(PIECE, len(content), PIECE))
         try:
             async with self.write_lock:
-                if not content:
-                    await self.comm.write({"head": text, "arrays": list(arrays)}, serializers=["msgpack"])
-                else:
-                    await self.comm.write({"head": text, "sizes": sizes}, serializers=["msgpack"])
-                    for start in range(0, len(content), PIECE):
-                        piece = content[start : start + PIECE]
-                        await self.comm.write({"piece": piece}, serializers=["msgpack"])
+                for part in itertools.chain([first], rest):
+                    await self.comm.write(part, serializers=["msgpack"])
         except (OSError, RuntimeError) as error:
             raise ConnectionLostError(str(error)) from error
-        self.sent += len(text) + sum(sizes)
+        self.sent += len(text) + len(content)
 
     async def read(self) -> Message:
         """Return the next message."""
         try:
-            content = await self.comm.read()
-            text, head = content["head"], json.loads(content["head"])
-            arrays = await self._read_pieces(content["sizes"]) if "sizes" in content else list(content["arrays"])
-            arrays = list(map(bytes, arrays))
-            if not isinstance(head, dict):
-                raise TypeError("the head of the message is not an object")
-        except asyncio.CancelledError:
-            raise
+            part = await self.comm.read()
+            text, sizes, content = part["head"], part["sizes"], bytearray(part["piece"])
+            head, ends = json.loads(text), list(itertools.accumulate(sizes, initial=0))
+            if not isinstance(head, dict) or min(sizes, default=0) < 0 or ends[-1] > LARGEST:
+                raise ValueError("the message is too long, or its head is not an object")
+            while len(content) < ends[-1]:
+                self.last_read = time.monotonic()
+                content += (await self.comm.read())["piece"]
         except Exception as error:  # the other end may send anything
             raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
         self.last_read = time.monotonic()
-        self.received += len(text) + sum(map(len, arrays))
-        return Message(head, arrays)
-
-    async def _read_pieces(self, sizes: Sequence[int]) -> list[bytes]:
-        total, content = sum(sizes), bytearray()
-        if total > LARGEST or min(sizes) < 0:
-            raise ValueError("the message is too long")
-        while len(content) < total:
-            content += (await self.comm.read())["piece"]
-            self.last_read = time.monotonic()
-        ends = list(itertools.accumulate(sizes))
-        return [bytes(content[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+        self.received += len(text) + len(content)
+        return Message(head, [bytes(content[start:end]) for start, end in itertools.pairwise(ends)])
 
     async def send_heartbeats(self, every: float) -> None:
         """Say every few seconds that this end is alive."""
@@ -183,6 +177,25 @@ class Stream:
             while True:
                 await asyncio.sleep(every)
                 await self.write({"op": "alive"})
+
+    async def watch(self) -> None:
+        """Close the connection when the other end has been silent for too long."""
+        while self.silent_seconds < self.patience:
+            await asyncio.sleep(self.patience / HEARTBEATS)
+        self.abort()
+
+    @asynccontextmanager
+    async def keep_open(self, every: float, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Send signs of life, watch for those of the other end and do some work, until the connection is lost."""
+        tasks = [asyncio.ensure_future(task) for task in (self.send_heartbeats(every), self.watch(), work)]
+        try:
+            yield
+        except ConnectionLostError:
+            pass
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abort()
 
     @property
     def silent_seconds(self) -> float:

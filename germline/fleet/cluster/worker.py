@@ -20,17 +20,11 @@ import torch
 
 from germline import noise
 from germline.errors import BadInput
+from germline.fleet.cluster import messages
 from germline.fleet.cluster.elastic import PARENT
 from germline.fleet.cluster.hub import print_status
-from germline.fleet.cluster.messages import (
-    ConnectionLostError,
-    Head,
-    Message,
-    Stream,
-    address_for,
-    load_transport,
-    parse_address,
-)
+from germline.fleet.cluster.messages import ConnectionLostError, Head, Message, Stream, answer_to
+from germline.fleet.local import Local
 from germline.machine import processor_name
 from germline.version import __version__
 
@@ -48,11 +42,9 @@ class RefusedError(BadInput):
 class FollowsRun(Protocol):
     """What a worker process needs of the session that follows a run; see ``germline.engine.follower``."""
 
+    fleet: Local
     version: str | None
     newest: int
-
-    @property
-    def device_name(self) -> str: ...
 
     def join(self, run: str, header: dict[str, Any]) -> Message: ...
 
@@ -79,14 +71,14 @@ class WorkerProcess:
 
     async def run(self) -> None:
         """Work until the run has ended, or the coordinator turns this worker away."""
-        comm = load_transport()
-        host, port = parse_address(self.address)
-        address, options = address_for(host, port, self.keys, server=False)
+        comm = messages.load_transport()
+        host, port = messages.parse_address(self.address)
+        address, options = messages.address_for(host, port, self.keys, server=False)
         pause = PAUSES[0]
         while True:
             try:
                 connection = comm.connect(address, timeout=10, deserialize=False, **options)
-                stream = Stream(await asyncio.wait_for(connection, 20))
+                stream = Stream(await asyncio.wait_for(connection, 20), self.patience)
                 if await self.serve(stream):
                     self.say("the run has ended")
                     return
@@ -94,7 +86,8 @@ class WorkerProcess:
                     self.say("the coordinator is gone; trying again")
                     pause = PAUSES[0]
                 elif pause == PAUSES[0]:
-                    self.say(f"{self.address} ends the connection: {self._guess_reason()}; trying again")
+                    keys = "ask for keys (--keys)" if self.keys is None else f"not know the keys {self.keys}"
+                    self.say(f"{self.address} ends the connection: it may {keys}; trying again")
             except (OSError, TimeoutError, ConnectionLostError) as error:
                 if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in list_causes(error)):
                     raise RefusedError(OTHER_AUTHORITY.format(self.address, self.keys)) from error
@@ -105,15 +98,9 @@ class WorkerProcess:
 
     async def serve(self, stream: Stream) -> bool:
         """Serve one connection; return whether the run has ended."""
-        tasks: list[asyncio.Task[Any]] = []
         work: asyncio.Queue[Message] = asyncio.Queue()
-        try:
+        async with stream.keep_open(1.0, self._work(stream, work)):
             await stream.write(self._introduce())
-            tasks = [
-                asyncio.ensure_future(stream.send_heartbeats(1.0)),
-                asyncio.ensure_future(self._work(stream, work)),
-                asyncio.ensure_future(self._watch(stream)),
-            ]
             while True:
                 head, arrays = await stream.read()
                 op, self.was_greeted = head.get("op"), True
@@ -124,20 +111,10 @@ class WorkerProcess:
                 elif op == "end":
                     return True
                 elif op != "alive":
-                    self.patience = max(SILENCE, head.get("timeout", 0.0)) if op == "welcome" else self.patience
+                    stream.patience = self.patience = max(self.patience, head.get("timeout", 0.0))
                     self.follower.newest = max(self.follower.newest, head.get("generation", 0))
                     work.put_nowait(Message(head, arrays))
-        except ConnectionLostError:
-            return False
-        finally:
-            for task in tasks:
-                task.cancel()
-            stream.abort()
-
-    def _guess_reason(self) -> str:
-        if self.keys is None:
-            return "it may ask for keys (--keys)"
-        return f"it may not know the keys {self.keys}"
+        return False
 
     async def _work(self, stream: Stream, work: "asyncio.Queue[Message]") -> None:
         """Do what the coordinator asks for, one message after the other, in a second thread."""
@@ -158,27 +135,20 @@ class WorkerProcess:
             if head.get("op") != "job":
                 self.follower.version = None
                 return None
-            about = {key: head[key] for key in ("job", "chunk", "version", "kind", "first", "last")}
-            return Message(about | {"op": "failed", "reason": f"{type(error).__name__}: {error}"}, [])
+            return answer_to(head, "failed", reason=f"{type(error).__name__}: {error}")
 
     def _join(self, head: Head) -> Message:
         try:
             ready = self.follower.join(head["run"], head["header"])
         except Exception as error:
             reason = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
-            return Message({"op": "ready", "differs": reason.rstrip(".")}, [])
+            return Message({"op": "ready", "differs": reason.rstrip(".")})
         recipe, strategy = head["header"]["recipe"] or "a run started in Python", head["header"]["strategy"]
         self.say(f"working for {self.address}: {recipe} by {strategy}")
         return ready
 
-    async def _watch(self, stream: Stream) -> None:
-        """Give up a silent coordinator."""
-        while stream.silent_seconds < self.patience:
-            await asyncio.sleep(1.0)
-        stream.abort()
-
     def _introduce(self) -> Head:
-        device = torch.device(self.follower.device_name)
+        device = self.follower.fleet.find_device()
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
         about = {"op": "join", "germline": __version__, "noise": noise.VERSION, "name": self.name}
         return about | {"device": str(device), "machine": f"{platform.system()} {platform.machine()}, {machine}"}

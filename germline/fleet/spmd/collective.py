@@ -9,14 +9,15 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
-import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from germline.errors import BadInput, FleetLostError
 from germline.fleet.spmd.launch import Launch
@@ -44,19 +45,17 @@ class Traffic:
 class Operations(Protocol):
     """What a backend must offer: operations on tensors of one shape and type in every rank."""
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def gather(self, tensor: Tensor) -> Tensor: ...
 
-    def add(self, tensor: torch.Tensor) -> None: ...
+    def add(self, tensor: Tensor) -> None: ...
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]: ...
+    def trade(self, sent: Tensor, sent_sizes: list[int], sizes: list[int]) -> Tensor: ...
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+    def broadcast(self, tensor: Tensor, root: int) -> None: ...
 
-    def beat(self, flag: torch.Tensor, root: int) -> None: ...
+    def beat(self, flag: Tensor, root: int) -> None: ...
 
     def team(self, width: int) -> "Operations": ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -69,34 +68,35 @@ class Collective:
     timeout: float
     traffic: Traffic = field(default_factory=Traffic)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, which have one shape: (ranks, ...)."""
-        with self.translate_errors():
-            gathered = self.operations.gather(tensor.contiguous())
+        gathered = self._call(self.operations.gather, tensor.contiguous())
         others = tensor.nbytes * (self.size - 1)
         self.traffic.count(others, others, self.size - 1)
         return gathered
 
-    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather_parts(self, part: Tensor, lengths: list[int]) -> list[Tensor]:
+        """Return the tensors of all ranks, whose last axes have these lengths; they travel padded to the longest."""
+        padded = torch.nn.functional.pad(part, (0, max(lengths) - part.shape[-1]))
+        return [row[..., :length] for row, length in zip(self.gather(padded), lengths, strict=True)]
+
+    def add(self, tensor: Tensor) -> Tensor:
         """Add the tensors of all ranks in place, twice around a ring in equal parts; exact for integers."""
-        with self.translate_errors():
-            self.operations.add(tensor)
+        self._call(self.operations.add, tensor)
         moved = 2 * tensor.nbytes * (self.size - 1) // self.size
         self.traffic.count(moved, moved, 2 * (self.size - 1))
         return tensor
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
+    def trade(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Send a part, in bytes, to each rank; return the parts that the ranks send to this one, of the given sizes."""
-        with self.translate_errors():
-            received = self.operations.trade(parts, sizes)
-        others = [r for r in range(self.size) if r != self.rank]
-        self.traffic.count(sum(parts[r].numel() for r in others), sum(sizes[r] for r in others), len(others))
-        return received
+        sent_sizes, own = [part.numel() for part in parts], self.rank
+        received = self._call(self.operations.trade, torch.cat(parts), sent_sizes, sizes)
+        self.traffic.count(sum(sent_sizes) - sent_sizes[own], sum(sizes) - sizes[own], self.size - 1)
+        return list(torch.split(received, sizes))
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+    def broadcast(self, tensor: Tensor, root: int) -> Tensor:
         """Return the tensor of one rank, in place, passed on along a tree."""
-        with self.translate_errors():
-            self.operations.broadcast(tensor, root)
+        self._call(self.operations.broadcast, tensor, root)
         number = (self.rank - root) % self.size
         children = len(children_of(number, self.size))
         parents = int(number != 0)
@@ -105,26 +105,22 @@ class Collective:
 
     def team(self, width: int) -> "Collective":
         """Return the team of ``width`` neighboring ranks that this one belongs to; all ranks must call this."""
-        with self.translate_errors():
-            operations = self.operations.team(width)
+        operations = self._call(self.operations.team, width)
         return Collective(self.rank % width, width, operations, self.timeout, self.traffic)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, as JSON."""
         content = json.dumps(value).encode()
-        sizes = self.gather(torch.tensor([len(content)])).flatten().tolist()
-        padded = np.zeros(max(sizes), np.uint8)
-        padded[: len(content)] = np.frombuffer(content, np.uint8)
-        rows = self.gather(torch.from_numpy(padded)).numpy()
-        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        longest = int(self.gather(torch.tensor([len(content)])).max())
+        rows = self.gather(as_bytes(content, longest)).numpy()
+        return [json.loads(row.tobytes()) for row in rows]
 
     def run_with_heartbeat(self, work: Callable[[], T], root: int) -> T | None:
         """Do some work in one rank, which may take longer than the timeout: it sends signs of life meanwhile."""
         if self.rank != root:
             flag = torch.zeros(1)
             while not flag.item():
-                with self.translate_errors():
-                    self.operations.beat(flag, root)
+                self._call(self.operations.beat, flag, root)
             return None
         ended = threading.Event()
 
@@ -140,27 +136,38 @@ class Collective:
         finally:
             ended.set()
             beats.join()
-            with self.translate_errors():
-                self.operations.beat(torch.ones(1), root)
+            self._call(self.operations.beat, torch.ones(1), root)
 
     def say(self, value: Any, root: int) -> Any:
         """Return the value of one rank, as JSON."""
         content = json.dumps(value).encode() if self.rank == root else b""
         size = int(self.broadcast(torch.tensor([len(content)]), root))
-        text = torch.zeros(size, dtype=torch.uint8)
-        if self.rank == root:
-            text = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return json.loads(self.broadcast(text, root).numpy().tobytes())
+        return json.loads(self.broadcast(as_bytes(content, size), root).numpy().tobytes())
 
-    @contextmanager
-    def translate_errors(self) -> Iterator[None]:
-        """Turn what a backend raises when a rank has died or does not answer into a sentence."""
+    def broadcast_arrays(self, about: Any, arrays: dict[str, Tensor], root: int, device: torch.device) -> Any:
+        """Return a value, as JSON, and some arrays of one rank, by name; the other ranks may know none of them."""
+        layout = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in arrays.items()}
+        about, layout = self.say([about, layout], root)
+        received = {}
+        for name, (shape, dtype) in layout.items():
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            array = arrays[name].detach().to(device).contiguous() if self.rank == root else empty
+            received[name] = self.broadcast(array, root)
+        return about, received
+
+    def _call(self, operation: Callable[..., T], *arguments: Any) -> T:
+        """Call a backend; turn what it raises when a rank has died or does not answer into a sentence."""
         try:
-            yield
+            return operation(*arguments)
         except (RuntimeError, OSError) as error:
             first = " ".join(str(error).split())[:160]
             message = f"Another rank of the fleet has died, or has not answered within {self.timeout:g} s ({first})."
             raise FleetLostError(f"{message} Every finished generation is in the journal.") from error
+
+
+def as_bytes(text: bytes, size: int) -> Tensor:
+    """Return a text as a tensor, filled up with blanks, which JSON ignores."""
+    return torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
 
 
 def children_of(number: int, size: int) -> list[int]:
@@ -181,30 +188,25 @@ class Torch:
     """torch.distributed: gloo for tensors in memory, nccl for those on GPUs."""
 
     def __init__(self, launch: Launch, backend: str, timeout: float) -> None:
-        import torch.distributed as dist
-
-        self.dist, self.timeout = dist, timeout
-        waits = timedelta(seconds=timeout)
-        kinds = self.kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-        if dist.is_initialized():  # by the user's own program
-            self.group: Any = dist.new_group(timeout=waits, backend=kinds)
-            self.beats: Any = dist.new_group(timeout=waits, backend="gloo")  # a second thread uses it
-            self.owns_group = False
-            return
-        if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        self.wait = timedelta(seconds=timeout)
+        self.kinds = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        self.is_owner = not dist.is_initialized()  # otherwise the user's own program has done it
+        if self.is_owner:
             interface = interface_to(launch.address)
             if interface is not None:  # gloo would take the address of the host's name, which is often wrong
-                os.environ["GLOO_SOCKET_IFNAME"] = interface
-        store = open_store(launch, max(timeout, ARRIVAL_SECONDS))
-        dist.init_process_group(kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=waits)
-        self.group, self.owns_group = dist.group.WORLD, True
-        self.beats = dist.new_group(timeout=waits, backend="gloo")
-        atexit.register(self.close)
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            store = open_store(launch, max(timeout, ARRIVAL_SECONDS))
+            dist.init_process_group(
+                self.kinds, store=store, rank=launch.rank, world_size=launch.size, timeout=self.wait
+            )
+            atexit.register(self.close)
+        self.group: Any = dist.group.WORLD if self.is_owner else dist.new_group(timeout=self.wait, backend=self.kinds)
+        self.beats: Any = dist.new_group(timeout=self.wait, backend="gloo")  # a second thread uses it
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        size = self.dist.get_world_size(self.group)
+    def gather(self, tensor: Tensor) -> Tensor:
+        size = dist.get_world_size(self.group)
         out = tensor.new_empty(size, *tensor.shape)
-        operation = getattr(self.dist, "all_gather_single", None) or self.dist.all_gather_into_tensor
+        operation = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         rows, flat = out.view(size, -1), tensor.view(-1)
         step = flat.numel() if tensor.device.type == "cuda" else max(1, PIECE // tensor.element_size())
         if flat.numel() <= step:
@@ -217,34 +219,33 @@ class Torch:
             rows[:, start : start + step] = gathered.view(size, -1)
         return out
 
-    def add(self, tensor: torch.Tensor) -> None:
-        self.dist.all_reduce(tensor, group=self.group)
+    def add(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        out = parts[0].new_empty(sum(sizes))
-        given = [part.numel() for part in parts]
-        self.dist.all_to_all_single(out, torch.cat(parts), sizes, given, group=self.group)
-        return list(torch.split(out, sizes))
+    def trade(self, sent: Tensor, sent_sizes: list[int], sizes: list[int]) -> Tensor:
+        out = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(out, sent, sizes, sent_sizes, group=self.group)
+        return out
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self.dist.broadcast(tensor, self.dist.get_global_rank(self.group, root), group=self.group)
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group)
 
-    def beat(self, flag: torch.Tensor, root: int) -> None:
-        self.dist.broadcast(flag, self.dist.get_global_rank(self.beats, root), group=self.beats)
+    def beat(self, flag: Tensor, root: int) -> None:
+        dist.broadcast(flag, dist.get_global_rank(self.beats, root), group=self.beats)
 
     def team(self, width: int) -> "Torch":
-        ranks = self.dist.get_process_group_ranks(self.group)
-        team, waits = copy.copy(self), timedelta(seconds=self.timeout)
+        ranks = dist.get_process_group_ranks(self.group)
+        team = copy.copy(self)
         for first in range(0, len(ranks), width):  # every rank makes all groups
-            group = self.dist.new_group(ranks[first : first + width], timeout=waits, backend=self.kinds)
-            if self.dist.get_rank(self.group) // width == first // width:
+            group = dist.new_group(ranks[first : first + width], timeout=self.wait, backend=self.kinds)
+            if dist.get_rank(self.group) // width == first // width:
                 team.group = group
         return team
 
     def close(self) -> None:
-        if self.owns_group and self.dist.is_initialized():
+        if self.is_owner and dist.is_initialized():
             self.group = self.beats = None  # their threads end with the last reference
-            self.dist.destroy_process_group()
+            dist.destroy_process_group()
 
 
 class MPI:
@@ -265,29 +266,28 @@ class MPI:
 
         sys.excepthook = end_the_job
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         here = tensor.cpu()
         out = here.new_empty(self.world.Get_size(), *here.shape)
         self.world.Allgather(self._bytes(here), self._bytes(out))
         return out.to(tensor.device)
 
-    def add(self, tensor: torch.Tensor) -> None:
+    def add(self, tensor: Tensor) -> None:
         here = tensor.cpu()
         self.world.Allreduce(self.mpi.IN_PLACE, here.numpy())
         tensor.copy_(here)
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        here = torch.cat(parts).cpu()
-        out, given = here.new_empty(sum(sizes)), [part.numel() for part in parts]
-        self.world.Alltoallv([here.numpy(), given, self.mpi.BYTE], [out.numpy(), sizes, self.mpi.BYTE])
-        return list(torch.split(out.to(parts[0].device), sizes))
+    def trade(self, sent: Tensor, sent_sizes: list[int], sizes: list[int]) -> Tensor:
+        out = torch.empty(sum(sizes), dtype=sent.dtype)
+        self.world.Alltoallv([sent.cpu().numpy(), sent_sizes, self.mpi.BYTE], [out.numpy(), sizes, self.mpi.BYTE])
+        return out.to(sent.device)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+    def broadcast(self, tensor: Tensor, root: int) -> None:
         here = tensor.cpu()
         self.world.Bcast(self._bytes(here), root)
         tensor.copy_(here)
 
-    def beat(self, flag: torch.Tensor, root: int) -> None:
+    def beat(self, flag: Tensor, root: int) -> None:
         self.beats.Bcast(self._bytes(flag), root)
 
     def team(self, width: int) -> "MPI":
@@ -295,10 +295,7 @@ class MPI:
         team.world = self.world.Split(self.world.Get_rank() // width)
         return team
 
-    def close(self) -> None:
-        pass  # MPI ends with the process
-
-    def _bytes(self, tensor: torch.Tensor) -> Any:
+    def _bytes(self, tensor: Tensor) -> Any:
         return [tensor.reshape(-1).view(torch.uint8).numpy(), self.mpi.BYTE]
 
 
@@ -313,8 +310,7 @@ def connect(launch: Launch, backend: str, timeout: float) -> Collective:
         first = " ".join(str(error).split())[:200]
         where = f"rank {launch.rank} of {launch.size}, by way of {launch.address}:{launch.port}"
         raise FleetLostError(f"The ranks of the fleet did not find each other ({where}): {first}.") from error
-    size = operations.dist.get_world_size(operations.group)
-    return Collective(operations.dist.get_rank(operations.group), size, operations, timeout)
+    return Collective(dist.get_rank(operations.group), dist.get_world_size(operations.group), operations, timeout)
 
 
 def open_store(launch: Launch, patience: float) -> Any:
@@ -323,32 +319,25 @@ def open_store(launch: Launch, patience: float) -> Any:
     torchrun offers the store of its agent, which outlives a restart with all that dead processes have written to it, so
     that new ones would follow their addresses. It is used only to say where the new store is.
     """
-    from torch.distributed import HashStore, PrefixStore, TCPStore
-
     if launch.address is None:
-        return HashStore()  # a single process
-    waits = timedelta(seconds=patience)
-    end = time.monotonic() + patience
+        return dist.HashStore()  # a single process
+    waits, end = timedelta(seconds=patience), time.monotonic() + patience
     if not launch.agent_store:
-        store = TCPStore(launch.address, launch.port, launch.size, launch.rank == 0, timeout=waits)
-        return PrefixStore("germline", store)
-    board = TCPStore(launch.address, launch.port, None, False, timeout=waits)
+        store = dist.TCPStore(launch.address, launch.port, launch.size, launch.rank == 0, timeout=waits)
+        return dist.PrefixStore("germline", store)
+    board = dist.TCPStore(launch.address, launch.port, None, False, timeout=waits)
     if launch.rank == 0:
         host = address_towards(launch.address)
-        own = TCPStore(host, 0, launch.size, True, timeout=waits, wait_for_workers=False)
-        board.set("germline/store", f"{host} {own.port}")
-        while own.add("arrived", 0) < launch.size - 1:  # from here on the timeout counts
-            if time.monotonic() > end:
-                raise RuntimeError(f"{own.add('arrived', 0) + 1} of {launch.size} have arrived")
-            time.sleep(0.02)
-        return PrefixStore("germline", own)
+        store = dist.TCPStore(host, 0, launch.size, True, timeout=waits, wait_for_workers=False)
+        board.set("germline/store", f"{host} {store.port}")
+        store.wait([f"arrived/{rank}" for rank in range(1, launch.size)], waits)  # from here on the timeout counts
+        return dist.PrefixStore("germline", store)
     while True:
-        board.wait(["germline/store"], waits)
         host, port = board.get("germline/store").decode().split()
         if is_listening(host, int(port)):  # otherwise it belongs to a process that has died
-            store = TCPStore(host, int(port), launch.size, False, timeout=waits)
-            store.add("arrived", 1)
-            return PrefixStore("germline", store)
+            store = dist.TCPStore(host, int(port), launch.size, False, timeout=waits)
+            store.set(f"arrived/{launch.rank}", "")
+            return dist.PrefixStore("germline", store)
         if time.monotonic() > end:
             raise RuntimeError(f"no process listens at {host}:{port}")
         time.sleep(0.05)
@@ -356,11 +345,9 @@ def open_store(launch: Launch, patience: float) -> Any:
 
 def is_listening(host: str, port: int) -> bool:
     """Return whether a process accepts connections at an address."""
-    try:
-        with socket.create_connection((host, port), timeout=2):
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), socket.create_connection((host, port), timeout=2):
+        return True
+    return False
 
 
 def address_towards(host: str) -> str:

@@ -13,18 +13,18 @@ holds its own columns.
 
 import dataclasses
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline.errors import BadInput
 from germline.fleet.gradients import column_spans
 from germline.fleet.spmd.collective import Collective
 from germline.noise import Field, Span
-from germline.strategies.protocol import AnyStrategy, GenerationResult, SummedStrategy
-from germline.strategies.state import map_arrays, slice_columns
+from germline.strategies import AnyStrategy, GenerationResult, SummedStrategy, slice_columns
+from germline.strategies.state import map_arrays
 
 Mode = Literal["replay", "chromosome", "semi", "central"]
 Exchange = Literal["auto", "replay", "chromosome", "semi", "central"]
@@ -87,17 +87,14 @@ class SharedUpdate:
     def _advance_central(self, state: Any, result: GenerationResult) -> Any:
         collective, names = self.collective, self.strategy.ask_arrays
         numbers: dict[str, Any] = {}
-        arrays: dict[str, torch.Tensor] = {}
+        arrays: dict[str, Tensor] = {}
         if collective.rank == self.root:
             before, state = state, self.strategy.tell(state, result, self.field, maximize=self.maximize)
-            numbers = {name: getattr(state, name) for name in other_fields(state, names)}
-            numbers = {name: value for name, value in numbers.items() if isinstance(value, int | float | tuple)}
-            arrays = {name: getattr(state, name) for name in names}
-            arrays = {name: array for name, array in arrays.items() if array is not getattr(before, name)}
-        numbers, shapes = collective.say([numbers, {name: list(x.shape) for name, x in arrays.items()}], self.root)
-        for name, shape in shapes.items():
-            array = arrays[name].contiguous() if name in arrays else state.theta.new_empty(shape)
-            arrays[name] = collective.broadcast(array, self.root)
+            others = {name: getattr(state, name) for name in other_fields(state, names)}
+            numbers = {name: value for name, value in others.items() if isinstance(value, int | float | tuple)}
+            changed = [name for name in names if getattr(state, name) is not getattr(before, name)]
+            arrays = {name: getattr(state, name) for name in changed}
+        numbers, arrays = collective.broadcast_arrays(numbers, arrays, self.root, state.theta.device)
         if collective.rank == self.root:
             return state
         scalars = {name: tuple(value) if isinstance(value, list) else value for name, value in numbers.items()}
@@ -117,20 +114,14 @@ class SharedUpdate:
         names = other_fields(state, self.strategy.ask_arrays)
         return dataclasses.replace(state, **{name: map_arrays(function, getattr(state, name)) for name in names})
 
-    def _gather_columns(self, arrays: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather_columns(self, arrays: list[Tensor]) -> list[Tensor]:
         """Return arrays of which each rank has its columns, whole: in one message, padded to the widest span."""
         if not arrays:
             return []
         rows = [x.reshape(-1, x.shape[-1]) for x in arrays]
-        low, high = self.span
-        width, count = max(b - a for a, b in self.spans), sum(map(len, rows))
-        sent = rows[0].new_zeros(count, width)
-        sent[:, : high - low] = torch.cat(rows)
-        gathered = self.collective.gather(sent)  # (ranks, rows, width)
-        columns = torch.cat([gathered[i, :, : b - a] for i, (a, b) in enumerate(self.spans)], dim=1)
-        ends = [0, *accumulate(map(len, rows))]
-        parts = [columns[low:high] for low, high in pairwise(ends)]
-        return [part.reshape(*x.shape[:-1], self.parameters) for part, x in zip(parts, arrays, strict=True)]
+        parts = self.collective.gather_parts(torch.cat(rows), [high - low for low, high in self.spans])
+        columns = torch.split(torch.cat(parts, dim=1), [len(x) for x in rows])
+        return [part.reshape(*x.shape[:-1], self.parameters) for part, x in zip(columns, arrays, strict=True)]
 
 
 def other_fields(state: Any, names: tuple[str, ...]) -> list[str]:

@@ -6,44 +6,33 @@ blocks and sums are the same in every rank, so the weights do not depend on whic
 """
 
 import dataclasses
-import time
-from collections.abc import Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from germline.errors import BadInput
-from germline.fleet.executor import Executor, find_device
-from germline.fleet.gradients import average_scores, sum_in_order
-from germline.fleet.protocol import Sample, Scores
+from germline.fleet.executor import Executor, find_device, time_update
+from germline.fleet.gradients import Scores, average_scores, sum_in_order
+from germline.fleet.protocol import Fleet, Inputs
 from germline.fleet.spmd.collective import Backend, Collective, connect
 from germline.fleet.spmd.exchange import Exchange, Mode, SharedUpdate, check_exchange
 from germline.fleet.spmd.group import Ranks
-from germline.fleet.spmd.launch import Launch, find_launch
+from germline.fleet.spmd.launch import find_launch
 from germline.fleet.spmd.members import RowUpdate, TeamMembers
 from germline.fleet.spmd.shares import Shares, members_of_rank, split_evenly
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.candidates import Candidates
-from germline.strategies.protocol import (
-    AnyStrategy,
-    GenerationInputs,
-    GenerationResult,
-    GradientStrategy,
-    MemberStrategy,
-    SummedStrategy,
-    Wire,
-)
+from germline.strategies import AnyStrategy, Candidates, MemberStrategy, Wire
 from germline.strategies.settings import check_choice
 
 TIMEOUT = 120.0  # seconds
 
 
-class SPMD:
+class SPMD(Fleet):
     """One of many processes that were started together and do the same work.
 
     Args:
@@ -76,22 +65,14 @@ class SPMD:
         if not timeout > 0:
             raise BadInput(f"The timeout must be above 0 seconds, not {timeout}.")
         self.exchange, self.device, self.backend, self.timeout = exchange, device, backend, timeout
-        self.sends_weights, self.executor = send_weights, Executor(workers)
+        self.sends_weights, self.executor, self.launch = send_weights, Executor(workers), find_launch()
         self.shares: dict[tuple[int, int], Shares] = {}  # of blocks, and of slices
         self.counted = (0, 0)  # bytes sent and received at the last count
         self.run_number = 0  # in this program: there may be several runs, one after the other
 
     @property
-    def is_idle(self) -> bool:
-        return False
-
-    @property
     def launch_name(self) -> str | None:
         return None if self.launch.name is None else f"{self.launch.name} #{self.run_number}"
-
-    @cached_property
-    def launch(self) -> Launch:
-        return find_launch()
 
     @cached_property
     def group(self) -> Ranks:
@@ -124,21 +105,19 @@ class SPMD:
 
     def adapt(self, strategy: AnyStrategy) -> AnyStrategy:
         check_exchange(self.exchange, strategy)
-        size = self.group.size
-        if strategy.kind == "differentiate":
-            gradient = cast(GradientStrategy[Any], strategy)
-            slices = size * gradient.slices
-            return dataclasses.replace(gradient, slices=slices) if gradient.per_worker else strategy  # type: ignore[type-var]
-        if self.exchange != "semi":
-            return strategy
-        shards = cast(SummedStrategy[Any], strategy).shards
-        return dataclasses.replace(strategy, shards=shards if shards > 1 else size)  # type: ignore[type-var]
+        settings: Any = strategy  # those of its kind
+        changes = {}
+        if strategy.kind == "differentiate" and settings.per_worker:
+            changes["slices"] = self.group.size * settings.slices
+        if self.exchange == "semi" and settings.shards == 1:
+            changes["shards"] = self.group.size
+        return cast(AnyStrategy, dataclasses.replace(settings, **changes)) if changes else strategy
 
     def check(self, strategy: AnyStrategy) -> None:
         check_exchange(self.exchange, strategy)
-        shards = cast(SummedStrategy[Any], strategy).shards if self.exchange == "semi" else 0
-        if shards % self.group.size:
-            raise BadInput(f"{shards} shards cannot be shared out evenly among {self.group.size} ranks.")
+        settings: Any = strategy
+        if self.exchange == "semi" and settings.shards % self.group.size:
+            raise BadInput(f"{settings.shards} shards cannot be shared out evenly among {self.group.size} ranks.")
 
     def start_run(self) -> None:
         SPMD.runs += 1
@@ -146,16 +125,8 @@ class SPMD:
         self.group.latest, self.shares = None, {}
         self.group.agree(lambda: {"exchange": self.exchange})
 
-    def admit(self, header: Mapping[str, Any], sample: Sample, batch: Batch | None = None) -> None:
-        pass
-
     def score(
-        self,
-        evaluator: Evaluator,
-        candidates: Candidates,
-        population: int,
-        batch: Batch | None,
-        inputs: GenerationInputs | None = None,
+        self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
         block = evaluator.plan.block
 
@@ -165,13 +136,8 @@ class SPMD:
         return self.group.share_work(self._find_shares(-(-population // block), block), score_share)[:population]
 
     def gradient(
-        self,
-        evaluator: Evaluator,
-        theta: torch.Tensor,
-        batch: Batch,
-        wire: Wire,
-        inputs: GenerationInputs | None = None,
-    ) -> tuple[Scores, torch.Tensor]:
+        self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None
+    ) -> tuple[Scores, Tensor]:
         parts = batch.split(evaluator.plan.slices)
         shares, rows = self._find_shares(len(parts), 0), theta.new_empty(0, theta.numel())
 
@@ -192,33 +158,23 @@ class SPMD:
 
     def share_update(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> SharedUpdate:
         size = int(state.theta.numel())
-        mode: Mode = "replay" if self.exchange == "auto" else self.exchange
-        if strategy.kind != "evolve":
-            mode = "replay"  # the sum of the gradients is shared out already
-        elif size < 8 * self.group.size and mode == "chromosome":
-            mode = "replay"  # there is too little to share out
-        elif self.exchange == "auto" and size >= 8 * self.group.size:
-            mode = self._find_faster_mode(strategy, state, field, maximize=maximize)
-        return SharedUpdate(mode, strategy, field, maximize, size, self.collective, self.group.journal_rank)
+        is_small = size < 8 * self.group.size  # there is too little to share out
 
-    def _find_faster_mode(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> Mode:
-        """Choose replay or chromosome by trying one update of each on made-up scores."""
+        def make_update(mode: Mode) -> SharedUpdate:
+            return SharedUpdate(mode, strategy, field, maximize, size, self.collective, self.group.journal_rank)
+
+        if strategy.kind != "evolve" or (is_small and self.exchange in ("auto", "chromosome")):
+            return make_update("replay")  # the sum of gradients is shared out already
+        if self.exchange != "auto":
+            return make_update(self.exchange)
         if self.group.size == 1 or not strategy.is_columnwise:
-            return "replay"
-        scores = np.arange(strategy.population, dtype=np.float32)
-        result = GenerationResult(0, scores, strategy.values(state, 0))
-        modes: tuple[Mode, ...] = ("replay", "chromosome")
-        seconds = {}
-        for mode in modes:
-            update = SharedUpdate(mode, strategy, field, maximize, int(state.theta.numel()), self.collective)
-            part = update.local_part(state)
-            for _ in range(2):  # the first time kernels are compiled
-                self.group.all(True)  # all ranks begin at once
-                started = time.perf_counter()
-                update.advance(part, result).theta.cpu()
-                seconds[mode] = time.perf_counter() - started
-        slowest = self.collective.gather(torch.tensor([seconds[mode] for mode in modes])).amax(0).tolist()
-        return "chromosome" if slowest[1] < slowest[0] else "replay"
+            return make_update("replay")
+        seconds, updates = [], [make_update("replay"), make_update("chromosome")]
+        for update in updates:
+            self.group.all(True)  # all ranks begin at once
+            seconds.append(time_update(strategy, update.local_part(state), update.advance))
+        replay, chromosome = self.collective.gather(torch.tensor(seconds)).amax(0).tolist()
+        return updates[chromosome < replay]
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> TeamMembers:
         size, population = self.group.size, strategy.population
@@ -226,15 +182,12 @@ class SPMD:
         if population < size // width:
             message = f"{population} members cannot train in {size} ranks, {width} for each"
             raise BadInput(f"{message}: start fewer ranks, or give a larger population or workers_per_member.")
-        team = self.collective.team(width)
         owned = [members_of_rank(rank, population, size, width) for rank in range(size)]
         update = RowUpdate(strategy, field, maximize, self.collective, owned, width, self.group.journal_rank)
-        return TeamMembers(update, team, self.executor, self.group.share_work)
+        team = self.collective.team(width)
+        return TeamMembers(update, update.members, team, self.executor, self.group.share_work)
 
     def count_bytes(self) -> tuple[int, int]:
-        now, before = (self.collective.traffic.sent, self.collective.traffic.received), self.counted
-        self.counted = now
+        traffic, before = self.collective.traffic, self.counted
+        now = self.counted = traffic.sent, traffic.received
         return now[0] - before[0], now[1] - before[1]
-
-    def close(self, *, ended: bool = False) -> None:
-        pass

@@ -3,16 +3,16 @@
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
 from germline.errors import BadInput, MachineError
-from germline.fleet.protocol import Scores
+from germline.fleet.gradients import Scores
 from germline.fleet.spmd.collective import Collective
 from germline.fleet.spmd.shares import Shares
-from germline.strategies.state import pack, unpack
+from germline.strategies import pack, unpack
 
 T = TypeVar("T")
 FAILURES = (BadInput, MachineError, RuntimeError)  # what a rank raises when another has failed; the last for all others
@@ -30,47 +30,29 @@ class Ranks:
     """
 
     def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self.journal_rank = 0
+        self.collective, self.rank, self.size = collective, collective.rank, collective.size
+        self.journal_rank, self.owns_journal = 0, collective.rank == 0
         self.status: Any = np.zeros(1, STATUS)  # what the others are to know with the next scores
         self.latest: tuple[float, bool] | None = None  # seconds and interrupts, as last announced
-
-    @property
-    def rank(self) -> int:
-        return self.collective.rank
-
-    @property
-    def size(self) -> int:
-        return self.collective.size
-
-    @property
-    def owns_journal(self) -> bool:
-        return self.rank == self.journal_rank
 
     def elect(self, has_journal: bool) -> bool:
         owners = self.collective.gather(torch.tensor([has_journal])).flatten().tolist()
         self.journal_rank = owners.index(True) if any(owners) else 0
+        self.owns_journal = self.rank == self.journal_rank
         return any(owners)
 
     def broadcast(self, value: T) -> T:
-        said: T = self.collective.say(value if self.owns_journal else None, self.journal_rank)
-        return said
+        return cast(T, self.collective.say(value, self.journal_rank))
 
     def broadcast_state(self, state: Any) -> Any:
         tree, tensors = pack(state)
-        shapes = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
-        tree, shapes = self.broadcast([tree, shapes])
         device = next(iter(tensors.values())).device
-        arrays = {}
-        for name, (shape, dtype) in shapes.items():
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            array = tensors[name].detach().to(device).contiguous() if self.owns_journal else empty
-            arrays[name] = self.collective.broadcast(array, self.journal_rank)
-        return unpack(state, tree, arrays)
+        tree, tensors = self.collective.broadcast_arrays(tree, tensors, self.journal_rank, device)
+        return unpack(state, tree, tensors)
 
     def on_journal_rank(self, work: Callable[[], T]) -> T:
-        value: Any = self.all_or_none(lambda: self.collective.run_with_heartbeat(work, self.journal_rank))
-        return self.broadcast(value)  # type: ignore[no-any-return]
+        value = self.all_or_none(lambda: self.collective.run_with_heartbeat(work, self.journal_rank))
+        return self.broadcast(cast(T, value))
 
     def all_or_none(self, work: Callable[[], T]) -> T:
         error: Exception | None = None
@@ -109,7 +91,7 @@ class Ranks:
 
     def share_work(self, shares: Shares, work: Callable[[slice], Scores]) -> Scores:
         """Do this rank's share of some work; return the scores of all ranks, and take in their statuses."""
-        share, width = shares.slice_of(self.rank), shares.width
+        share, width = shares.slice_of(self.rank), shares.width * 4  # bytes
         scores, error, started = np.empty(0, np.float32), None, time.perf_counter()
         try:
             if share.stop > share.start:
@@ -118,17 +100,13 @@ class Ranks:
             error = failure
         self.status["piece_seconds"] = (time.perf_counter() - started) / max(1, share.stop - share.start)
         self.status["failed"] = error is not None
-        room = max(shares.counts) * width * 4
-        content = np.zeros(room + STATUS.itemsize, np.uint8)
-        if error is None:
-            content[: scores.nbytes] = scores.view(np.uint8)
-        content[room:] = self.status.view(np.uint8)
-        rows = self.collective.gather(torch.from_numpy(content)).numpy()
-        statuses = np.ascontiguousarray(rows[:, room:]).view(STATUS)[:, 0]
+        content = np.concatenate([self.status.view(np.uint8), scores.view(np.uint8)])
+        lengths = [STATUS.itemsize + count * width for count in shares.counts]
+        parts = [part.numpy() for part in self.collective.gather_parts(torch.from_numpy(content), lengths)]
+        statuses = np.concatenate([part[: STATUS.itemsize] for part in parts]).view(STATUS)
         self._take_statuses(statuses, error)
-        parts = [row[: 4 * width * n].copy().view(np.float32) for row, n in zip(rows, shares.counts, strict=True)]
         shares.rebalance(statuses["piece_seconds"].tolist())
-        return np.concatenate(parts)
+        return np.concatenate([part[STATUS.itemsize :] for part in parts]).view(np.float32)
 
     def _take_statuses(self, statuses: Any, error: Exception | None) -> None:
         self.latest = float(statuses["seconds"][self.journal_rank]), bool(statuses["interrupted"].any())
@@ -136,9 +114,8 @@ class Ranks:
             self._raise_if_any_failed(error)
         others = np.flatnonzero(statuses["digest"] != statuses["digest"][0])
         if others.size:
-            raise BadInput(
-                f"Rank {others[0]} was given another batch than rank 0: all ranks must see the same examples."
-            )
+            message = f"Rank {others[0]} was given another batch than rank 0"
+            raise BadInput(f"{message}: all ranks must see the same examples.")
 
 
 def failure_kind(error: Exception) -> int:

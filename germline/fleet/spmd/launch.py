@@ -46,7 +46,7 @@ class Launch:
 def find_launch(variables: Mapping[str, str] | None = None) -> Launch:
     """Find out how this process was launched, by the environment variables that a launcher sets.
 
-    >>> find_launch({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}).rank
+    >>> find_launch({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}).rank
     1
     >>> find_launch({}).by
     'none'
@@ -61,36 +61,40 @@ def find_launch(variables: Mapping[str, str] | None = None) -> Launch:
 
 
 def read_torchrun(env: Mapping[str, str]) -> Launch:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    rank, size, local_rank, local_size, port = (int(env.get(name, "0")) for name in names)
     if "MASTER_ADDR" not in env or "MASTER_PORT" not in env:
         raise BadInput("RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not: start it with torchrun.")
     name = env.get(LAUNCH)
     if "TORCHELASTIC_RUN_ID" in env:  # the agent is the parent, and stays when it starts its workers again
         agent = os.getppid()
         name = f"torchrun {env['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {start_time(agent)}"
+    numbers = read_numbers(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch("torchrun", rank, size, local_rank, local_size, env["MASTER_ADDR"], port, agent_store, name)
+    return Launch("torchrun", *numbers, env["MASTER_ADDR"], int(env["MASTER_PORT"]), agent_store, name)
 
 
 def read_mpirun(env: Mapping[str, str]) -> Launch:
-    names = {"RANK": "PMI_RANK", "SIZE": "PMI_SIZE", "LOCAL_RANK": "MPI_LOCALRANKID", "LOCAL_SIZE": "MPI_LOCALNRANKS"}
-    rank, size, local_rank, local_size = (
-        int(env.get(f"OMPI_COMM_WORLD_{ours}") or env.get(theirs) or 0) for ours, theirs in names.items()
-    )
+    numbers = read_numbers(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if "OMPI_COMM_WORLD_RANK" in env:
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        numbers = read_numbers(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
+    _, size, _, local_size = numbers
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
-    port = int(env.get("MASTER_PORT") or derive_port(job))
-    return Launch("mpirun", rank, size, local_rank, local_size, address, port)
+    return Launch("mpirun", *numbers, address, int(env.get("MASTER_PORT") or derive_port(job)))
 
 
 def read_srun(env: Mapping[str, str]) -> Launch:
+    numbers = read_numbers(env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
     job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
-    rank, size, local_rank, local_size = (int(env.get(name) or "0") for name in names)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
     address, port = env.get("MASTER_ADDR") or first_node(nodes), int(env.get("MASTER_PORT") or derive_port(job))
-    return Launch("srun", rank, size, local_rank, local_size, address, port, name=f"srun {job}")
+    return Launch("srun", *numbers, address, port, name=f"srun {job}")
+
+
+def read_numbers(env: Mapping[str, str], *names: str) -> tuple[int, int, int, int]:
+    """Return the rank, the number of ranks, and both on this machine, from the variables that hold them."""
+    rank, size, local_rank, local_size = (int(env.get(name) or 0) for name in names)
+    return rank, size, local_rank, local_size
 
 
 def first_node(nodes: str) -> str:

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from germline.fleet.executor import Executor
 from germline.fleet.gradients import sum_in_order, weigh_gradient
-from germline.fleet.protocol import Scores, TrainedMember
+from germline.fleet.protocol import Inputs, MemberShare, Scores, TrainedMember, TrainMember, scores_of
 from germline.fleet.spmd.collective import Collective
 from germline.fleet.spmd.shares import Shares, split_evenly
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies.protocol import GenerationInputs, GenerationResult, MemberStrategy
+from germline.strategies import GenerationResult, MemberStrategy
 
 Row = tuple[int, str]  # a member and an array of the State
 
@@ -56,9 +57,9 @@ class RowUpdate:
         needed = [self._rows_to_fetch(rank, selection, best) for rank in range(self.collective.size)]
         fetched = self._trade(state, needed)
 
-        def row(member: int, array: str = "members") -> torch.Tensor:
+        def row(member: int, array: str = "members") -> Tensor:
             if member in self.members:
-                rows: torch.Tensor = getattr(state, array)
+                rows: Tensor = getattr(state, array)
                 return rows[member - self.members.start]
             return fetched[member, array]
 
@@ -72,11 +73,9 @@ class RowUpdate:
         arrays = {}
         for name in ("members", *self.strategy.row_arrays):
             array = getattr(state, name)
-            padded = array.new_zeros(max(map(len, self.owned)), array.shape[1])
-            padded[: len(array)] = array
-            rows = self.collective.gather(padded)
-            leaders = range(0, self.collective.size, self.width)
-            arrays[name] = torch.cat([rows[rank, : len(self.owned[rank])] for rank in leaders])
+            columns = array.shape[1]
+            parts = self.collective.gather_parts(array.reshape(-1), [len(members) * columns for members in self.owned])
+            arrays[name] = torch.cat(parts[:: self.width]).view(-1, columns)  # one rank of each team
         theta = self.collective.broadcast(state.theta.clone().contiguous(), self.root)
         return replace(state, theta=theta, **arrays)
 
@@ -87,47 +86,38 @@ class RowUpdate:
             rows = {*rows, (best, "members")}
         return sorted(row for row in rows if row[0] not in self.owned[rank])
 
-    def _trade(self, state: Any, needed: list[list[Row]]) -> dict[Row, torch.Tensor]:
+    def _trade(self, state: Any, needed: list[list[Row]]) -> dict[Row, Tensor]:
         """Send the rows that other ranks need; return those that this rank needs."""
         if not any(needed):
             return {}
-        rank, like, members = self.collective.rank, state.theta, self.members
-        sent = [[row for row in rows if row[0] in members and self._sends(rank, to)] for to, rows in enumerate(needed)]
-        coming = [
-            [row for row in needed[rank] if row[0] in self.owned[r] and self._sends(r, rank)]
-            for r in range(self.collective.size)
-        ]
+        own, ranks, like = self.collective.rank, range(self.collective.size), state.theta
+        sent = [self._rows_to_send(own, to, needed[to]) for to in ranks]
+        coming = [self._rows_to_send(rank, own, needed[own]) for rank in ranks]
 
-        def encode(rows: list[Row]) -> torch.Tensor:
-            parts = [getattr(state, name)[m - members.start].contiguous().view(torch.uint8) for m, name in rows]
-            return torch.cat(parts) if parts else like.new_empty(0, dtype=torch.uint8)
+        def encode(rows: list[Row]) -> Tensor:
+            parts = [getattr(state, name)[member - self.members.start].contiguous() for member, name in rows]
+            return torch.cat([like.new_empty(0), *parts]).view(torch.uint8)
 
         received = self.collective.trade([encode(rows) for rows in sent], [len(rows) * like.nbytes for rows in coming])
-        fetched: dict[Row, torch.Tensor] = {}
-        for rows, content in zip(coming, received, strict=True):
-            if rows:
-                fetched |= dict(zip(rows, content.view(like.dtype).view(len(rows), -1), strict=True))
-        return fetched
+        rows = [row for rows in coming for row in rows]
+        return dict(zip(rows, torch.cat(received).view(like.dtype).view(-1, like.numel()), strict=True))
 
-    def _sends(self, rank: int, to: int) -> bool:
-        """Return whether a rank is the one of its team that sends rows to another rank."""
-        return rank % self.width == to % self.width
+    def _rows_to_send(self, rank: int, to: int, needed: list[Row]) -> list[Row]:
+        """Return the rows that a rank sends to another, of those that it needs: one rank of each team sends."""
+        return [row for row in needed if row[0] in self.owned[rank] and rank % self.width == to % self.width]
 
 
 @dataclass(frozen=True)
-class TeamMembers:
+class TeamMembers(MemberShare):
     """Members that train in different ranks; the ranks of a team share the work of each of their members."""
 
     update: RowUpdate
+    members: range
     team: Collective
     executor: Executor
     share_work: Callable[[Shares, Callable[[slice], Scores]], Scores]  # of all ranks; see ``SPMD``
 
-    @property
-    def members(self) -> range:
-        return self.update.members
-
-    def gradient(self, evaluator: Evaluator, theta: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def gradient(self, evaluator: Evaluator, theta: Tensor, batch: Batch) -> Tensor:
         """Return the gradient of one member on a batch, whose slices the ranks of the team share."""
         if evaluator.plan.slices == 1 and self.team.size == 1:
             return evaluator.gradient(theta, batch)[1]
@@ -138,19 +128,15 @@ class TeamMembers:
         stacked = torch.stack(rows) if rows else theta.new_empty(0, theta.numel())
         return sum_in_order(stacked, list(shares.counts), self.team)
 
-    def train(
-        self, work: Callable[[int], TrainedMember], device: torch.device, inputs: GenerationInputs | None
-    ) -> tuple[list[TrainedMember], Scores]:
-        """Train this rank's members; return them and the scores of all members."""
+    def train(self, work: TrainMember, device: torch.device, inputs: Inputs) -> tuple[list[TrainedMember], Scores]:
         trained: list[TrainedMember] = []
-        owned = self.update.owned
 
         def train_share(share: slice) -> Scores:
             threads = None if self.team.size == 1 else 1  # a team goes through its members in one order
             trained.extend(self.executor.run(work, share.stop - share.start, device, threads))
-            return np.array([member.score for member in trained], np.float32)
+            return scores_of(trained)
 
+        owned = self.update.owned
         scores = self.share_work(Shares(tuple(map(len, owned)), 1), train_share)  # once for each rank of a team
-        order = np.concatenate([np.asarray(members) for members in owned])
-        population = self.update.strategy.population
-        return trained, scores[[int(np.flatnonzero(order == member)[0]) for member in range(population)]]
+        first = np.unique(np.concatenate(owned), return_index=True)[1]
+        return trained, scores[first]
