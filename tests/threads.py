@@ -66,11 +66,11 @@ class ThreadOperations:
         first, *others = self.meeting.exchange(self.rank, tensor.clone())
         tensor.copy_(sum(others, start=first))
 
-    def trade(self, parts: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-        everything = self.meeting.exchange(self.rank, [part.clone() for part in parts])
-        received = [theirs[self.rank].clone() for theirs in everything]
+    def trade(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        by_rank = self.meeting.exchange(self.rank, torch.split(sent.clone(), sent_sizes))
+        received = [theirs[self.rank] for theirs in by_rank]
         assert [part.numel() for part in received] == sizes
-        return received
+        return torch.cat(received)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         tensor.copy_(self.meeting.exchange(self.rank, tensor.clone())[root])

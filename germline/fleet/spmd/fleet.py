@@ -169,12 +169,12 @@ class SPMD(Fleet):
             return make_update(self.exchange)
         if self.group.size == 1 or not strategy.is_columnwise:
             return make_update("replay")
-        seconds, updates = [], [make_update("replay"), make_update("chromosome")]
-        for update in updates:
+        seconds, replay, chromosome = [], make_update("replay"), make_update("chromosome")
+        for update in (replay, chromosome):
             self.group.all(True)  # all ranks begin at once
             seconds.append(time_update(strategy, update.local_part(state), update.advance))
-        replay, chromosome = self.collective.gather(torch.tensor(seconds)).amax(0).tolist()
-        return updates[chromosome < replay]
+        slowest = self.collective.gather(torch.tensor(seconds)).amax(0).tolist()
+        return chromosome if slowest[1] < slowest[0] else replay
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> TeamMembers:
         size, population = self.group.size, strategy.population
