@@ -136,9 +136,10 @@ class SPMD:
 
     def check(self, strategy: AnyStrategy) -> None:
         check_exchange(self.exchange, strategy)
-        shards = cast(SummedStrategy[Any], strategy).shards if self.exchange == "semi" else 0
-        if shards % self.group.size:
-            raise BadInput(f"{shards} shards cannot be shared out evenly among {self.group.size} ranks.")
+        size, shards = self.group.size, cast(SummedStrategy[Any], strategy).shards if self.exchange == "semi" else 0
+        if shards % size:
+            message = f"Semi-updates by {size} ranks need a multiple of {size} shards, and the run has {shards}"
+            raise BadInput(f"{message}: use another exchange or another number of ranks.")
 
     def start_run(self) -> None:
         SPMD.runs += 1
