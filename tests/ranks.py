@@ -1,4 +1,4 @@
-"""What processes of a fleet do in the tests: one function per test, called in every process.
+"""What the ranks of an spmd fleet do in the tests: one function per test, called in every rank.
 
 torchrun ... ranks.py FUNCTION ARGUMENTS...     each rank prints one line of JSON
 """
@@ -11,6 +11,8 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import germline as gl
-from germline.fleet import Exchange
+from germline.cli import main
+from germline.errors import MachineError
+from germline.fleet import Fleet
+from germline.fleet.spmd.exchange import Exchange
 from germline.genome import theta_sha256
 from germline.strategies import AnyStrategy
 
@@ -47,56 +52,109 @@ GENERATIONS = 8
 
 
 def problem(seed: int = 0, hidden: int = 9) -> dict[str, Any]:
+    """Return a small model with data and a loss, as arguments of ``gl.train``."""
     x = torch.linspace(-1, 1, 240).reshape(48, 5)
     model = gl.seeded(seed, lambda: nn.Sequential(nn.Linear(5, hidden), nn.Tanh(), nn.Linear(hidden, 3)))
     return {"model": model, "data": (x, x[:, :3].argmax(1)), "loss": F.cross_entropy, "batch_size": 16}
 
 
-def trained(strategy: AnyStrategy, path: Path, fleet: gl.Local, **changes: Any) -> str:
+def train(strategy: AnyStrategy, path: Path, fleet: Fleet, **changes: Any) -> str:
+    """Train the problem, with some changes; return the hash of the weights."""
     settings = {**problem(), "generations": GENERATIONS, "snapshot_every": 3, **changes}
     result = gl.train(strategy=strategy, run=path, fleet=fleet, **settings)
     assert len(result.history) == settings["generations"]
     return str(result.summary["theta_sha256"])
 
 
-def in_shards(strategy: AnyStrategy, shards: int) -> AnyStrategy:
+def with_shards(strategy: AnyStrategy, shards: int) -> AnyStrategy:
+    """Return a strategy with another number of shards."""
     return dataclasses.replace(strategy, shards=shards)  # type: ignore[type-var]
 
 
-def modes_of(name: str) -> tuple[Exchange, ...]:
-    """The exact ones."""
-    if STRATEGIES[name].needs_gradient:
+def exact_modes(name: str) -> tuple[Exchange, ...]:
+    """Return the exchanges that give a strategy's weights the bits of a single process."""
+    if STRATEGIES[name].kind != "evolve":
         return ("replay", "auto")
     return ("replay", "chromosome", "central", *(("auto",) if name == "openai-es" else ()))
 
 
 def hashes(directory: str) -> dict[str, str]:
-    """Of every strategy by every exchange."""
-    found = {}
+    """Return the hash of every strategy by every exchange."""
+    by_name = {}
     for name, strategy in STRATEGIES.items():
-        for mode in (*modes_of(name), *(("semi",) if hasattr(strategy, "shards") else ())):
+        for mode in (*exact_modes(name), *(("semi",) if strategy.has_semi_updates else ())):
             fleet = gl.SPMD(mode, device="cpu", timeout=60)
-            found[f"{name} by {mode}"] = trained(strategy, Path(directory) / f"{name} {mode}", fleet)
-    return found
+            by_name[f"{name} by {mode}"] = train(strategy, Path(directory) / f"{name} {mode}", fleet)
+    return by_name
 
 
-def resumed(directory: str, *names: str) -> list[str]:
-    """Runs that one process began and many go on with, by another exchange, all with one fleet."""
-    fleet, found = gl.SPMD("chromosome", device="cpu", timeout=60), []
+def resume_runs(directory: str, *names: str) -> list[str]:
+    """Resume runs that one process has started, by another exchange and all with one fleet; return their hashes.
+
+    The last one cannot be resumed by semi-updates, which is the last answer.
+    """
+    fleet, answers = gl.SPMD("chromosome", device="cpu", timeout=60), []
     settings = {**problem(), "generations": GENERATIONS}
     for name in names:
         result = gl.train(strategy=STRATEGIES[name], resume=Path(directory) / name, fleet=fleet, **settings)
-        found.append(str(result.summary["theta_sha256"]))
+        answers.append(str(result.summary["theta_sha256"]))
     semi = gl.SPMD("semi", device="cpu", timeout=60)
     try:
         gl.train(strategy=STRATEGIES[names[0]], resume=Path(directory) / names[0], fleet=semi, **settings)
     except gl.BadInput as error:
-        return [*found, str(error)]
-    return found
+        return [*answers, str(error)]
+    return answers
+
+
+def resume_per_worker(directory: str) -> dict[str, Any]:
+    """Train with a batch and slices for each rank, without a break and with two; return what the runs record."""
+    strategy, path = gl.Gradient(lr=0.05, slices=3, per_worker=True), Path(directory)
+    straight = train(strategy, path / "straight", gl.SPMD(device="cpu", timeout=60))
+    train(strategy, path / "stopped", gl.SPMD(device="cpu", timeout=60), generations=3)
+    settings = {**problem(), "resume": path / "stopped"}
+    gl.train(strategy=strategy, fleet=gl.SPMD(device="cpu", timeout=60), generations=5, **settings)
+    result = gl.train(fleet=gl.SPMD(device="cpu", timeout=60), generations=GENERATIONS, **settings)
+    samples = result.summary["samples"] // (3 * GENERATIONS)  # a gradient counts as three passes
+    return {"straight": straight, "resumed": result.summary["theta_sha256"], "samples": samples}
+
+
+def fill_disk(directory: str, limit: str) -> dict[str, Any]:
+    """Run the command where files cannot grow beyond some bytes; return the exit code and what it has printed."""
+    import resource  # not on every system
+
+    train(STRATEGIES["openai-es"], Path(directory) / "before", gl.SPMD(device="cpu", timeout=60))  # compiles kernels
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), most))
+    sys.argv = ["germline", "train", "digits", "--population", "32", "--device", "cpu", "--runs", directory]
+    sys.argv += ["--name", "full", "--fleet", "spmd", "--timeout", "30", "--generations", "3000"]
+    with redirect_stderr(StringIO()) as errors:
+        try:
+            main()
+        except SystemExit as end:
+            return {"code": end.code, "text": errors.getvalue()}
+    raise AssertionError("the command returned")
+
+
+def fail_on_journal_rank(directory: str) -> list[str]:
+    """Raise errors in the rank that owns the journal; return the kind and the sentence that this rank raises."""
+    group, answers = gl.SPMD(device="cpu", timeout=60).group, []
+    for error in (gl.BadInput("bad"), MachineError("full"), ZeroDivisionError("zero")):
+
+        def work(error: Exception = error) -> None:
+            if group.owns_journal:
+                raise error
+
+        for share in (group.on_journal_rank, group.all_or_none):
+            try:
+                share(work)
+                answers.append("nothing")
+            except (gl.BadInput, RuntimeError, ZeroDivisionError) as raised:
+                answers.append(f"{type(raised).__name__}: {raised}")
+    return answers
 
 
 def disagreements(directory: str) -> dict[str, str]:
-    """What is said where rank 1 is about something else."""
+    """Return what is said where rank 1 does something else."""
     odd = int(os.environ["RANK"]) == 1
     other: dict[str, dict[str, Any]] = {
         "weights": problem(seed=int(odd)),
@@ -106,88 +164,90 @@ def disagreements(directory: str) -> dict[str, str]:
         "seed": {**problem(), "seed": int(odd)},
         "limit": {**problem(), "generations": GENERATIONS + odd},
         "target": {**problem(), "target": "no_such_metric=1" if odd else None},
-        "score": {**problem(), "loss": failing if odd else F.cross_entropy, "generations": 90},
+        "score": {**problem(), "loss": fail_later if odd else F.cross_entropy, "generations": 90},
     }
-    found = {}
+    answers = {}
     for name, settings in other.items():
         try:
-            trained(STRATEGIES["openai-es"], Path(directory) / name, gl.SPMD(device="cpu", timeout=60), **settings)
-            found[name] = "nothing"
+            train(STRATEGIES["openai-es"], Path(directory) / name, gl.SPMD(device="cpu", timeout=60), **settings)
+            answers[name] = "nothing"
         except (gl.BadInput, RuntimeError, ZeroDivisionError) as error:
-            found[name] = str(error)
-    same = trained(
+            answers[name] = str(error)
+    sent = train(
         STRATEGIES["openai-es"],
         Path(directory) / "sent",
         gl.SPMD(device="cpu", timeout=60, send_weights=True),
         **problem(seed=int(odd)),
     )
-    return {**found, "sent": same}
+    return {**answers, "sent": sent}
 
 
-class Failing:
-    calls = 0
+class Calls:
+    count = 0
 
 
-def failing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    Failing.calls += 1
-    if Failing.calls > 60:  # in the middle of the run
+def fail_later(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Compute a loss that raises an error in the middle of a run."""
+    Calls.count += 1
+    if Calls.count > 60:
         raise ZeroDivisionError("the score cannot be computed")
     return F.cross_entropy(output, target)
 
 
 def search(directory: str) -> dict[str, Any]:
-    """One's own loop; at the end rank 1 is given another batch."""
-    given = problem()
-    x, y = given["data"]
+    """Search in a loop of the user, from a saved state too; at the end rank 1 is given another batch."""
+    arguments = problem()
+    x, y = arguments["data"]
     fleet = gl.SPMD("chromosome", device="cpu", timeout=60)
-    found = gl.Search(given["model"], STRATEGIES["snes"], loss=F.cross_entropy, seed=3, fleet=fleet)
+    first = gl.Search(arguments["model"], STRATEGIES["snes"], loss=F.cross_entropy, seed=3, fleet=fleet)
     for start in range(0, 32, 8):
-        found.step(x[start : start + 16], y[start : start + 16])
-    state = found.state_dict()
-    again = gl.Search(problem()["model"], STRATEGIES["snes"], loss=F.cross_entropy, seed=3, fleet=gl.SPMD("central"))
-    again.load_state_dict(state)
-    for one in (found, again):
+        first.step(x[start : start + 16], y[start : start + 16])
+    state = first.state_dict()
+    second = gl.Search(problem()["model"], STRATEGIES["snes"], loss=F.cross_entropy, seed=3, fleet=gl.SPMD("central"))
+    second.load_state_dict(state)
+    hashes = []
+    for one in (first, second):
         one.step(x[:16], y[:16])
-    hashes = [theta_sha256(torch.cat([p.detach().flatten() for p in one.model.parameters()])) for one in (found, again)]
+        hashes.append(theta_sha256(torch.cat([p.detach().flatten() for p in one.model.parameters()])))
     odd = int(os.environ["RANK"]) == 1
     try:
-        found.step(x[16 + odd :][:16], y[16:][:16])
+        first.step(x[16 + odd :][:16], y[16:][:16])
     except gl.BadInput as error:
-        return {"hashes": hashes, "said": str(error)}
-    return {"hashes": hashes, "said": "nothing"}
+        return {"hashes": hashes, "error": str(error)}
+    return {"hashes": hashes, "error": None}
 
 
-def bytes_counted(exchange: Exchange) -> dict[str, list[int]]:
-    """What a fleet counts, and what the operating system counts on this process's connections to the others."""
+def count_bytes(exchange: Exchange) -> dict[str, list[int]]:
+    """Return what a fleet counts, and what the operating system counts on this process's connections."""
     model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(200, 500), nn.Linear(500, 2)))
     fleet = gl.SPMD(exchange, device="cpu", timeout=60)
     search = gl.Search(model, gl.SNES(population=12), loss=F.cross_entropy, fleet=fleet)
     x, y = torch.ones(4, 200), torch.zeros(4, dtype=torch.int64)
     search.step(x, y)
-    before = settled(fleet)
-    fleet.traffic()
+    before = read_system_counts(fleet)
+    fleet.count_bytes()
     messages = fleet.collective.traffic.messages
     for _ in range(20):
         search.step(x, y)
-    counted, messages = fleet.traffic(), fleet.collective.traffic.messages - messages
-    after = settled(fleet)
+    counted, messages = fleet.count_bytes(), fleet.collective.traffic.messages - messages
+    after = read_system_counts(fleet)
     system = [b - a for a, b in zip(before, after, strict=True)]
-    fleet.all(True)  # nobody leaves before all have counted
+    fleet.group.all(True)  # no rank leaves before all have counted
     return {"counted": list(counted), "system": system, "messages": [messages]}
 
 
-def settled(fleet: gl.SPMD) -> list[int]:
-    """The system's counts once everything that was sent has been acknowledged."""
-    fleet.all(True)
-    found, last = on_the_wire(), [0, 0]
-    while found != last:
+def read_system_counts(fleet: gl.SPMD) -> list[int]:
+    """Return the system's counts once everything that was sent has been acknowledged."""
+    fleet.group.all(True)
+    counts, last = acknowledged_bytes(), [0, 0]
+    while counts != last:
         time.sleep(0.2)
-        found, last = on_the_wire(), found
-    return found
+        counts, last = acknowledged_bytes(), counts
+    return counts
 
 
-def on_the_wire() -> list[int]:
-    """Bytes acknowledged by and received from the other ends of all connections of this process, by the kernel."""
+def acknowledged_bytes() -> list[int]:
+    """Return the bytes that the other ends of all TCP connections have acknowledged, and those received from them."""
     total = [0, 0]
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -203,7 +263,17 @@ def on_the_wire() -> list[int]:
 
 if __name__ == "__main__":
     functions: dict[str, Callable[..., Any]] = {
-        f.__name__: f for f in (hashes, resumed, disagreements, search, bytes_counted)
+        f.__name__: f
+        for f in (
+            hashes,
+            resume_runs,
+            resume_per_worker,
+            fill_disk,
+            fail_on_journal_rank,
+            disagreements,
+            search,
+            count_bytes,
+        )
     }
     line = json.dumps(functions[sys.argv[1]](*sys.argv[2:]))
     os.write(1, f"{line}\n".encode())  # at once: the others write to the same pipe

@@ -26,7 +26,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -330,7 +330,7 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto") -
     """
     count_asked_arrays(strategy)
     if strategy.needs_probe:
-        strategy = replace(strategy, sigma=SIGMA)  # type: ignore[type-var]
+        strategy = strategy.with_settings(sigma=SIGMA)
     with single_threaded_torch():
         session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed=0)
         batch = session.batch(0)
@@ -349,17 +349,17 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto") -
         )
 
 
-def with_population(session: Session, population: int) -> Any:
+def with_population(session: Session, population: int) -> AnyStrategy:
     """Return the strategy with about this population: an even number, large enough to choose parents from."""
-    strategy: Any = session.strategy
+    strategy = session.strategy
     least = 2 * strategy.parents if isinstance(strategy, GA | MuLambda) else 2
     tied: dict[str, Any] = {"shards": 1} if isinstance(strategy, OpenAIES | SNES) else {}
     tied |= {"utilities": None} if isinstance(strategy, SNES) else {}
-    changed = replace(strategy, population=max(least, population + population % 2), **tied)
+    changed = strategy.with_settings(population=max(least, population + population % 2), **tied)
     return changed.bind(session.scorer.genome)
 
 
-def tell_scores(session: Session, strategy: Any, state: Any, generation: int) -> Any:
+def tell_scores(session: Session, strategy: AnyStrategy, state: Any, generation: int) -> Any:
     """Return the State after an update by arbitrary scores."""
     scores = np.arange(strategy.population, dtype=np.float32)
     result = GenerationResult(generation, scores, strategy.values(state, generation))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
 
@@ -59,7 +59,7 @@ class StrategyOptions:
 
 @dataclass
 class DataOptions:
-    """Where the data sets are."""
+    """The folder of the data sets."""
 
     data: Annotated[Path | None, Option("--data", help="folder of the data sets (else GERMLINE_DATA)")] = None
 
@@ -71,7 +71,7 @@ class DataOptions:
 
 @dataclass
 class MachineOptions(DataOptions):
-    """Where and in which arithmetic members are evaluated."""
+    """The device and the arithmetic of the members."""
 
     device: Device = "auto"
     dtype: Annotated[str, Option(help="type of the members' arithmetic: auto, float32 or bfloat16")] = "auto"
@@ -79,7 +79,7 @@ class MachineOptions(DataOptions):
 
 @dataclass
 class FleetOptions:
-    """Who evaluates the members."""
+    """The fleet that evaluates the members."""
 
     fleet: Annotated[str, Option(help="local, elastic, or spmd (by torchrun, srun, mpirun or --workers)")] = "local"
     workers: Annotated[
@@ -114,7 +114,7 @@ class StopOptions:
 
 @dataclass
 class OutputOptions:
-    """Where runs are kept, and what is printed."""
+    """The directory of the run, and the form of the output."""
 
     runs: Annotated[Path, Option(help="folder in which runs are kept")] = Path("runs")
     name: Annotated[str | None, Option(help="name of the run's directory")] = None
@@ -123,7 +123,7 @@ class OutputOptions:
 
 @dataclass
 class AgainOptions:
-    """What a run's header names but does not bring: code outside of this package must be given again."""
+    """Parts of a run that its header names but does not bring: code outside of this package must be given again."""
 
     recipe: Annotated[str | None, Option(help="the run's recipe, if it is a Python file or module:function")] = None
     strategy: Annotated[str | None, Option(help="the run's strategy, if it is not part of germline: module:Class")] = (
@@ -165,16 +165,16 @@ class ComparisonOptions:
 
 def replace_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) -> Recipe:
     """Return a recipe with another strategy, at the recipe's settings for it, changed by the given settings."""
-    strategy: Any = recipe.strategy
+    strategy = recipe.strategy
     if name is not None and name != strategy.name:
         cls = find_strategy(name)
         strategy = recipe.others.get(name) or cls()
     types = get_type_hints(type(strategy))
-    names = [field.name for field in fields(strategy)]
+    names = list(vars(strategy))
     for key in settings:
         if key in ("rank", "ranks") and key not in names:
             raise BadInput(f"The strategy {strategy.name} has no low-rank noise: leave out {key}.")
         if key not in names:
             raise unknown_name(f"setting of {strategy.name}", key, names)
     values = {key: parse_setting(types[key], key, text) for key, text in settings.items()}
-    return recipe.with_strategy(replace(strategy, **values))
+    return recipe.with_strategy(strategy.with_settings(**values))

@@ -109,8 +109,8 @@ def read_cifar10() -> list[Bytes]:
             contents = (read_checked(folder / file, digest) for file, digest in files.items())
             raw = contents if files is CIFAR10 else map(lzma.decompress, contents)
             return [np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32) for content in raw]
-    wanted = f"The binary version of CIFAR-10 ({', '.join(CIFAR10)})"
-    raise MissingDataError(f"{wanted} is not on this machine: {HOW_TO_PROVIDE}.")
+    missing = f"The binary version of CIFAR-10 ({', '.join(CIFAR10)})"
+    raise MissingDataError(f"{missing} is not on this machine: {HOW_TO_PROVIDE}.")
 
 
 def cifar10_part(records: Bytes) -> Part:

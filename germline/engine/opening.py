@@ -130,7 +130,7 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
         setattr(session, name, value)
     session.scorer.adopt(Plan(**plan))
     if session.strategy.needs_probe and sigma is not None:
-        session.strategy = replace(session.strategy, sigma=sigma)  # type: ignore[type-var]
+        session.strategy = session.strategy.with_settings(sigma=sigma)
     session.state = group.broadcast_state(session.state)
     choose_sigma(session)
     if session.journal is not None:

@@ -1,6 +1,5 @@
 """A run from its journal: a State is a fold over the records, and everything here is that fold."""
 
-from dataclasses import replace
 from typing import Any
 
 from germline.engine.journal import PROBE, Journal, Record, content_sha256
@@ -57,7 +56,7 @@ def skip_to_snapshot(session: Session, generation: int, length: int, journal: Jo
 
 def apply_probe(session: Session, record: Record) -> None:
     """Set sigma to the one that the probe has chosen."""
-    session.strategy = replace(session.strategy, sigma=record.result.values["sigma"])  # type: ignore[type-var]
+    session.strategy = session.strategy.with_settings(sigma=record.result.values["sigma"])
     session.add_totals(record)
 
 

@@ -1,4 +1,4 @@
-"""Who evaluates which members, and how an update is shared out. ``protocol.py`` has the whole interface."""
+"""Fleets: they evaluate the members of a run, and share out its updates. ``protocol.py`` has the whole interface."""
 
 from germline.fleet.cluster.elastic import Elastic
 from germline.fleet.local import Local

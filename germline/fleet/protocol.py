@@ -85,7 +85,7 @@ class Group(Protocol):
 
 
 class Update(Protocol):
-    """How the update of a run is shared out among processes."""
+    """A way to share out the updates of a run among processes."""
 
     def local_part(self, state: Any) -> Any:
         """Return what this process needs of a whole State."""
@@ -118,7 +118,7 @@ class MemberShare(Protocol):
 
 
 class Fleet(Protocol):
-    """Who evaluates the members of a run. ``Local``, ``SPMD`` and ``Elastic`` are the three fleets."""
+    """The processes that evaluate the members of a run. ``Local``, ``SPMD`` and ``Elastic`` are the three fleets."""
 
     sends_weights: bool = False  # whether all processes begin with the weights of one
 
@@ -127,12 +127,12 @@ class Fleet(Protocol):
 
     @property
     def launch_name(self) -> str | None:
-        """What launched this run, by a name that stays if the same launcher starts it again."""
+        """The launcher of this run, by a name that stays if the same launcher starts it again."""
         return None
 
     @property
     def is_idle(self) -> bool:
-        """Whether there are no workers, so that a generation might never end."""
+        """True if there are no workers, so that a generation might never end."""
         return False
 
     def find_device(self, default: torch.device | None = None) -> torch.device:

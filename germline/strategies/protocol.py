@@ -6,6 +6,7 @@ parameter independently: given a State that holds only some columns, it returns 
 which lets a fleet share out an update. ``openai_es.py`` is the example to read, ``docs/strategies.md`` the guide.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -127,6 +128,10 @@ class Strategy(Protocol[S]):
     def is_portable(self) -> bool:
         """True if ``tell`` gives the same bits on every kind of device."""
         return True
+
+    def with_settings(self, **settings: Any) -> Self:
+        """Return the strategy with other values of some settings."""
+        return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
     def bind(self, genome: Genome) -> Self:
         """Return the strategy with the settings filled in that depend on the parameters; they join the run's header."""

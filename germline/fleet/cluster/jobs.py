@@ -77,7 +77,7 @@ class Job:
 
     @cached_property
     def head(self) -> Head:
-        """What a worker has to know of the job."""
+        """The head of the messages to workers about the job."""
         inputs, plan = self.inputs, asdict(self.plan) if self.plan is not None else None
         head: Head = {"op": "job", "kind": self.kind, "version": inputs.version, "generation": self.generation}
         head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
@@ -133,7 +133,7 @@ class Coordinator:
         return [job.answers[first] for first in sorted(job.answers)]
 
     def _send_chunks(self, job: Job) -> None:
-        """Give every worker that has fewer than two chunks its next one."""
+        """Send every worker that has fewer than two chunks its next one."""
         inputs, head = job.inputs, job.head | {"job": self.job_number}
         for number, worker in list(self.crew.workers.items()):
             while len(worker.pending) < CHUNKS_PER_WORKER:

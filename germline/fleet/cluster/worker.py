@@ -40,7 +40,7 @@ class RefusedError(BadInput):
 
 
 class FollowsRun(Protocol):
-    """What a worker process needs of the session that follows a run; see ``germline.engine.follower``."""
+    """A session that follows a run in a worker process: ``germline.engine.follower.Follower``."""
 
     fleet: Local
     version: str | None

@@ -43,7 +43,7 @@ class Traffic:
 
 
 class Operations(Protocol):
-    """What a backend must offer: operations on tensors of one shape and type in every rank."""
+    """The interface of a backend: operations on tensors of one shape and type in every rank."""
 
     def gather(self, tensor: Tensor) -> Tensor: ...
 

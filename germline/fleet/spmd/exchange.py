@@ -1,4 +1,4 @@
-"""How a generation's update is shared out among the ranks of a fleet, once all know the scores.
+"""Exchanges: ways to share out a generation's update among the ranks of a fleet, once all know the scores.
 
     replay       each rank computes all of it, from the scores alone
     chromosome   each rank updates its columns, and columns are gathered: DarwiNN's Algorithm 1 (Malik et al. 2020)

@@ -5,7 +5,6 @@ has to know about the others, in one message a generation; then the update is sh
 blocks and sums are the same in every rank, so the weights do not depend on which rank did what.
 """
 
-import dataclasses
 from functools import cached_property
 from importlib.util import find_spec
 from typing import Any, ClassVar, cast
@@ -26,7 +25,7 @@ from germline.fleet.spmd.shares import Shares, members_of_rank, split_evenly
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies import AnyStrategy, Candidates, MemberStrategy, Wire
+from germline.strategies import AnyStrategy, Candidates, GradientStrategy, MemberStrategy, SummedStrategy, Wire
 from germline.strategies.settings import check_choice
 
 TIMEOUT = 120.0  # seconds
@@ -105,19 +104,20 @@ class SPMD(Fleet):
 
     def adapt(self, strategy: AnyStrategy) -> AnyStrategy:
         check_exchange(self.exchange, strategy)
-        settings: Any = strategy  # those of its kind
+        gradient, summed = cast(GradientStrategy[Any], strategy), cast(SummedStrategy[Any], strategy)
         changes = {}
-        if strategy.kind == "differentiate" and settings.per_worker:
-            changes["slices"] = self.group.size * settings.slices
-        if self.exchange == "semi" and settings.shards == 1:
+        if strategy.kind == "differentiate" and gradient.per_worker:
+            changes["slices"] = self.group.size * gradient.slices
+        if self.exchange == "semi" and summed.shards == 1:
             changes["shards"] = self.group.size
-        return cast(AnyStrategy, dataclasses.replace(settings, **changes)) if changes else strategy
+        return strategy.with_settings(**changes)
 
     def check(self, strategy: AnyStrategy) -> None:
         check_exchange(self.exchange, strategy)
-        settings: Any = strategy
-        if self.exchange == "semi" and settings.shards % self.group.size:
-            raise BadInput(f"{settings.shards} shards cannot be shared out evenly among {self.group.size} ranks.")
+        size, shards = self.group.size, cast(SummedStrategy[Any], strategy).shards if self.exchange == "semi" else 0
+        if shards % size:
+            message = f"Semi-updates by {size} ranks need a multiple of {size} shards, and the run has {shards}"
+            raise BadInput(f"{message}: use another exchange or another number of ranks.")
 
     def start_run(self) -> None:
         SPMD.runs += 1

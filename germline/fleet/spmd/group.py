@@ -1,4 +1,4 @@
-"""What the ranks of a fleet agree on: values, States, failures, and one message in every generation."""
+"""The agreement of the ranks of a fleet on values, States, failures, and one message in every generation."""
 
 import hashlib
 import time

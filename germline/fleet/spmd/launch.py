@@ -1,4 +1,4 @@
-"""What launched this process, and how many others with it: torchrun, srun, mpirun, or nothing."""
+"""Finds out what launched this process, and how many others with it: torchrun, srun, mpirun, or nothing."""
 
 import os
 import re

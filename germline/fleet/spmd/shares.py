@@ -1,4 +1,4 @@
-"""How pieces of work are shared out among ranks, by the seconds that each rank takes for one."""
+"""Shares pieces of work out among ranks, by the seconds that each rank takes for one."""
 
 from dataclasses import dataclass, field
 
