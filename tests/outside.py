@@ -42,9 +42,7 @@ class SignES(gl.Strategy[State]):
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, values["sigma"])
 
-    def tell(
-        self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0
-    ) -> State:
+    def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
         weights = utilities(result.scores, "ranks", maximize=maximize)  # whole numbers, or None
         if weights is None:  # no score is finite
             return state

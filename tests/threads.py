@@ -98,16 +98,22 @@ def ranks_as_threads(size: int) -> Iterator[Callable[[Callable[[int], T]], list[
         return Collective(place.rank, size, operations, timeout)
 
     def run(work: Callable[[int], T]) -> list[T]:
+        failures: list[BaseException] = []
+
         def run_rank(rank: int) -> T:
             place.rank = rank
             try:
                 return work(rank)
-            except BaseException:
+            except BaseException as error:
+                failures.append(error)
                 meetings.abort()
                 raise
 
         with ThreadPoolExecutor(size) as threads:
-            return list(threads.map(run_rank, range(size)))
+            results = [threads.submit(run_rank, rank) for rank in range(size)]
+        if failures:
+            raise failures[0]  # the others have failed because this one has
+        return [result.result() for result in results]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spmd, "find_launch", launch)
