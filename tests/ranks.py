@@ -22,6 +22,8 @@ from torch import nn
 
 import germline as gl
 from germline.cli import main
+from germline.engine.history import Row
+from germline.engine.session import Session
 from germline.errors import MachineError
 from germline.fleet import Fleet
 from germline.fleet.spmd.exchange import Exchange
@@ -107,15 +109,22 @@ def resume_runs(directory: str, *names: str) -> list[str]:
 
 
 def resume_per_worker(directory: str) -> dict[str, Any]:
-    """Train with a batch and slices for each rank, without a break and with two; return what the runs record."""
+    """Train with a batch and slices for each rank, without a break and with two; return what the runs have used."""
     strategy, path = gl.Gradient(lr=0.05, slices=3, per_worker=True), Path(directory)
-    straight = train(strategy, path / "straight", gl.SPMD(device="cpu", timeout=60))
-    train(strategy, path / "stopped", gl.SPMD(device="cpu", timeout=60), generations=3)
-    settings = {**problem(), "resume": path / "stopped"}
-    gl.train(strategy=strategy, fleet=gl.SPMD(device="cpu", timeout=60), generations=5, **settings)
-    result = gl.train(fleet=gl.SPMD(device="cpu", timeout=60), generations=GENERATIONS, **settings)
-    samples = result.summary["samples"] // (3 * GENERATIONS)  # a gradient counts as three passes
-    return {"straight": straight, "resumed": result.summary["theta_sha256"], "samples": samples}
+    slices: set[tuple[int, int, int]] = set()
+
+    def note(session: Session, row: Row) -> None:
+        slices.add((session.strategy.slices, session.scorer.chosen_plan.slices, session.batch_size))  # type: ignore[attr-defined]
+
+    def fleet() -> gl.SPMD:
+        return gl.SPMD(device="cpu", timeout=60)
+
+    straight = train(strategy, path / "straight", fleet(), callbacks=[note])
+    train(strategy, path / "stopped", fleet(), generations=3)
+    settings = {**problem(), "resume": path / "stopped", "callbacks": [note]}
+    gl.train(strategy=strategy, fleet=fleet(), generations=5, **settings)
+    resumed = gl.train(fleet=fleet(), generations=GENERATIONS, **settings).summary["theta_sha256"]
+    return {"straight": straight, "resumed": resumed, "slices": sorted(slices)}
 
 
 def fill_disk(directory: str, limit: str) -> dict[str, Any]:

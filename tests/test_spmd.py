@@ -77,7 +77,7 @@ def test_slices_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
     strategy = gl.Gradient(lr=0.05, slices=6)
     expected = ranks.train(strategy, tmp_path / "local", gl.Local("cpu"), batch_size=32)
     for answer in launch(2, "resume_per_worker", str(tmp_path)):
-        assert answer == {"straight": expected, "resumed": expected, "samples": 32}
+        assert answer == {"straight": expected, "resumed": expected, "slices": [[6, 6, 32]]}
     for name in ("straight", "stopped"):
         header = Journal.open(tmp_path / name, read_only=True).header
         assert (header["settings"]["slices"], header["plan"]["slices"], header["batch_size"]) == (6, 6, 32)
