@@ -38,8 +38,9 @@ from germline.errors import BadInput, unknown_name
 from germline.fleet import SPMD, Elastic, Fleet, Local
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
-from germline.recipes import make_recipe, recipe_address
+from germline.recipes import RECIPES, make_recipe, recipe_address
 from germline.recipes.recipe import Recipe
+from germline.strategies.registry import STRATEGIES
 
 
 @command
@@ -71,7 +72,7 @@ def train(
         )
 
     if not baseline:
-        run_to_end(start(made, path, limits, command_line()), limits, as_json=output.json_)
+        run_to_end(start(made, path, limits, command_line()), limits, as_json=output.json_, strategy=strategy.strategy)
         return
     other = replace_strategy(make_recipe(recipe, of_recipe, seed.seed), "gradient", {})
     other_path = path.with_name(path.name + "-backprop")
@@ -116,13 +117,20 @@ def resume(
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
     session = opening.resume(recipe_of_run(header, str(run), again.recipe, again.strategy), journal, chosen)
     limits = stop.limits()
-    run_to_end(session, limits if limits != Stop() else Stop.from_header(header["stop"]), as_json=json_)
+    limits = limits if limits != Stop() else Stop.from_header(header["stop"])
+    run_to_end(session, limits, as_json=json_, strategy=again.strategy)
 
 
 def run_to_end(
-    session: Session, stop: Stop, *, as_json: bool, quiet: bool = False, status: Status | None = None
+    session: Session,
+    stop: Stop,
+    *,
+    as_json: bool,
+    quiet: bool = False,
+    status: Status | None = None,
+    strategy: str | None = None,
 ) -> dict[str, Any]:
-    """Run a session to its end, with progress, and print its summary."""
+    """Run a session to its end, with progress, and print its summary; ``strategy`` is the one that the user named."""
     path, is_first = session.path, session.fleet.group.rank == 0
     if is_first:
         with Progress(stop, below=status.table if status is not None else None).shown() as progress:
@@ -137,7 +145,7 @@ def run_to_end(
         write_report([(path.name, session.journal.header, rows, summary)], path / "report.html")
         session.journal.close()
     if is_interrupted and is_first:
-        how = "the same command" if status is not None else f"germline resume {path}"
+        how = "the same command" if status is not None else resume_command(session, strategy)
         print(f"interrupted after generation {session.generation}; go on with: {how}", file=sys.stderr)
     if as_json and is_first:
         print(json.dumps(summary))
@@ -171,6 +179,17 @@ def check_baseline(recipe: Recipe, path: Path, fleet: Fleet) -> None:
     session = opening.set_up(recipe, fleet, seed=0)
     session.prepare(session.batch(0))
     Differentiate().differentiate(session, 0, session.batch(0), {})
+
+
+def resume_command(session: Session, strategy: str | None) -> str:
+    """Return the command that resumes a run; it names again what is not part of this package."""
+    header = session.journal.header if session.journal is not None else {}
+    words = ["germline", "resume", str(session.path)]
+    if header.get("recipe") not in (None, *RECIPES):
+        words += ["--recipe", header["recipe"]]
+    if strategy is not None and strategy not in STRATEGIES:
+        words += ["--strategy", strategy]
+    return shlex.join(words)
 
 
 def command_line() -> str:
