@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from germline.compare import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
-from germline.journal import Journal
+from germline.cli.comparison import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
+from germline.engine.journal import Journal
 from tests.test_faults import finished
 
 GERMLINE = [sys.executable, "-m", "germline"]
@@ -59,9 +59,9 @@ def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
         while finished(run) < 5 and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, said
-    assert "goes on from here" in said
+        stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, stderr
+    assert "goes on from here" in stderr
     assert 5 <= finished(run) < 400
     assert not Trial(Variant("openai-es", ()), 0, run).load()
     done = call(*words)
