@@ -26,8 +26,8 @@ from typing import Any
 
 from waiting import WAIT
 
-from germline.fleet import keys
-from germline.fleet.launch import free_port
+from germline.fleet.cluster.keys import add_machine, create_authority
+from germline.fleet.spmd.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
 WARM_UP, LASTS = 8.0, 30.0  # seconds before the measurement, and of the measurement
@@ -175,9 +175,9 @@ def measure_hosts() -> None:
     """Print the bytes of workers on separate hosts."""
     with hosts(), tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "keys"
-        keys.init(secret)
+        create_authority(secret)
         for name in ("near", "far"):
-            keys.add(secret, name)
+            add_machine(secret, name)
         for recipe in ("mnist-3m", "cif-900k"):
             run = [recipe, "--population", "64", "--generations", "100000", "--set", "recipe.batch_size=32"]
             with start_fleet(run, HOSTS["coordinator"], secret) as running:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from germline.journal import Journal
+from germline.engine.journal import Journal
 
 STEPS = 1500  # 30 epochs of 50
 

@@ -25,24 +25,22 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from germline.costs import median_seconds
-from germline.errors import BadInput, unknown_name
+from germline.cli.costs import median_seconds
+from germline.cli.options import StrategyOptions
+from germline.engine.journal import Journal
+from germline.engine.opening import set_up
+from germline.errors import BadInput
 from germline.fleet import Local
-from germline.fleet.local import single_threaded_torch
-from germline.journal import Journal
-from germline.population import exact_arithmetic
-from germline.recipes import make_recipe
+from germline.population import exact_arithmetic, single_threaded_torch
 from germline.recipes.recipe import Recipe
 from germline.strategies import GenerationResult, HybridES
-from germline.strategies.settings import parse
-from germline.trainer import set_up
 
 REPEATS = 7
 INTERVALS = (2, 3, 4)
@@ -103,11 +101,12 @@ def measure_phases(recipe: Recipe, workers: int = WORKERS) -> Phases:
     """Measure the parts of a step on one core of this machine."""
     strategy = recipe.strategy
     assert isinstance(strategy, HybridES)
-    core, _, _, batch = set_up(recipe, Local("cpu", workers=1), 0)
-    core.prepare(batch)
+    session = set_up(recipe, Local("cpu", workers=1), 0)
+    batch = session.batch(0)
+    session.prepare(batch)
     assert batch is not None
-    plain, theta, field = core.plain(), core.state.theta, core.noise
-    values = core.strategy.values(core.state, 0)
+    plain, state, field = session.scorer.gradient_evaluator, session.state, session.noise
+    theta, values = state.theta, session.strategy.values(state, 0)
     member, out = field.members(np.arange(1), 1), theta.new_empty(1, theta.numel())
     sigma = values.get("sigma", 1e-3)
     _, gradient = plain.gradient(theta, batch)
@@ -120,14 +119,14 @@ def measure_phases(recipe: Recipe, workers: int = WORKERS) -> Phases:
     def both() -> None:
         plain.gradient(theta, batch)
 
-    with single_threaded_torch(), exact_arithmetic(core.device):
+    with single_threaded_torch(), exact_arithmetic(session.scorer.device):
         forward_seconds, both_seconds, shift, update = (
             median_seconds(work, repeats=REPEATS)
             for work in (
                 forward,
                 both,
                 lambda: member.perturb(theta, sigma, out=out),
-                lambda: core.strategy.tell(core.state, result, field, maximize=False),
+                lambda: session.strategy.tell(state, result, field, maximize=False),
             )
         )
         memory_shifted, memory_full = peak_bytes(forward), peak_bytes(both)
@@ -179,7 +178,7 @@ def measure_run(recipe: str, settings: Sequence[str], interval: int, workers: in
         done = subprocess.run([sys.executable, "-m", "germline", *command], capture_output=True, text=True, check=True)
         summary = json.loads(done.stdout.splitlines()[-1])
         journal = Journal.open(Path(summary["run"]), read_only=True)
-        steps = [record.side | record.side["diagnostics"] for record in journal.records()]
+        steps = [record.info | record.info["diagnostics"] for record in journal.records()]
         journal.close()
     seconds = [step["seconds"] for step in steps]
     return MeasuredRun(
@@ -247,18 +246,10 @@ def show(results: dict[str, Any]) -> None:
 
 def load_recipe(name: str, settings: Sequence[str]) -> Recipe:
     """Return a recipe of Hybrid-ES with settings of its strategy, or of the recipe as recipe.KEY=VALUE."""
-    values = {key: text for key, _, text in (setting.partition("=") for setting in settings)}
-    of_recipe = {key.removeprefix("recipe."): values.pop(key) for key in list(values) if key.startswith("recipe.")}
-    recipe = make_recipe(name, of_recipe, 0)
-    strategy, types = recipe.strategy, get_type_hints(type(recipe.strategy))
-    if not isinstance(strategy, HybridES):
-        raise BadInput(f"The recipe {name} is trained by {strategy.name}: give one of Hybrid-ES.")
-    names = [field.name for field in dataclasses.fields(strategy)]
-    for key in values:
-        if key not in names:
-            raise unknown_name(f"setting of {strategy.name}", key, names)
-    changes = {key: parse(types[key], key, text) for key, text in values.items()}
-    return dataclasses.replace(recipe, strategy=dataclasses.replace(strategy, **changes))
+    recipe, _ = StrategyOptions(settings=list(settings)).build_recipe(name)
+    if not isinstance(recipe.strategy, HybridES):
+        raise BadInput(f"The recipe {name} is trained by {recipe.strategy.name}: give one of Hybrid-ES.")
+    return recipe
 
 
 def main() -> None:

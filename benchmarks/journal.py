@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from germline.journal import Journal
+from germline.engine.journal import Journal, Record
 from germline.strategies import GenerationResult, OpenAIES
 
 
@@ -27,9 +27,8 @@ def measure(directory: Path, population: int, generations: int, synchronous: str
     scores = np.random.default_rng(0).random(population, np.float32)
     start = time.perf_counter()
     for generation in range(generations):
-        journal.append(
-            GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02}), None, {"seconds": 0.01, "samples": 1000}
-        )
+        result = GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02})
+        journal.append(Record(result, None, {"seconds": 0.01, "samples": 1000}))
         if generation % per_commit == per_commit - 1:
             journal.commit()
     journal.commit()

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.data import load_nuclei, load_nuclei_arrays
-from germline.journal import Journal
+from germline.engine.journal import Journal
 from germline.recipes import make_recipe
 from germline.recipes.nuclei import dice, iou
 

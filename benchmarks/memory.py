@@ -18,7 +18,7 @@ from torch import nn
 
 import germline as gl
 from germline.genome import Genome
-from germline.run import peak_memory
+from germline.machine import peak_memory
 from germline.strategies import STRATEGIES
 
 LIMIT = 24e9
@@ -39,7 +39,7 @@ def measure(name: str, generations: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         settings = {"loss": F.cross_entropy, "strategy": STRATEGIES[name](), "batch_size": 16}
         gl.train(build_net(), data, generations=generations, run=Path(directory) / "run", **settings)
-    print(peak_memory())
+    print(peak_memory(torch.device("cpu")))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from germline.header import processor
+from germline.machine import processor_name
 from germline.noise import Field
 
 SIGMA = 0.01
@@ -79,7 +79,7 @@ def measure_cpu(parameters: int, members: int, repeats: int) -> list[tuple[str, 
     times = best_times(work, repeats)
     torch.set_num_threads(cores)
 
-    print(f"CPU: {processor()}, torch {torch.__version__}; {members} members x {parameters:,} parameters")
+    print(f"CPU: {processor_name()}, torch {torch.__version__}; {members} members x {parameters:,} parameters")
     for name, seconds in times.items():
         print(f"  {name:24} {1e9 * seconds / members / parameters:7.3f} ns per element")
     rows = [

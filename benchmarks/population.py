@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import population_cuda
 from peers import TUNED, Work, available, peer
 
-from germline.core import Core
+from germline.engine.session import Session
 from germline.fleet import Local
-from germline.header import processor
+from germline.machine import processor_name
 from germline.objective import Batch, Objective
 from germline.strategies import OpenAIES
 
@@ -94,12 +94,13 @@ def prepare_generation(work: Work, rank: int | None, dtype: Any) -> Step:
     """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal."""
     loss = F.mse_loss if work.kind == "lstm" else F.cross_entropy
     strategy = OpenAIES(population=work.population, sigma=0.05, lr=0.01, rank=rank)
-    core, batch = Core(make_module(work), strategy, Objective(loss), Local("cpu"), 0, None, dtype), make_batch(work)
+    session = Session.create(make_module(work), strategy, Objective(loss), Local("cpu"), 0, dtype=dtype)
+    batch = make_batch(work)
     numbers = iter(range(1 << 30))
-    core.prepare(batch)
+    session.prepare(batch)
 
     def step() -> None:
-        core.tell(core.evaluate(next(numbers), batch))
+        session.tell(session.evaluate(next(numbers), batch))
 
     return step
 
@@ -175,13 +176,14 @@ def measure_peak_memory(population: int) -> int:
     """Return the peak memory of a new process that runs two generations, in bytes."""
     code = f"""
 import sys
+import torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from germline.run import peak_memory
+from germline.machine import peak_memory
 from population import Work, prepare_generation
 for rank in (None, 1):
     step = prepare_generation(Work("mlp", {population}, 256), rank, "float32")
     step(), step()
-print(peak_memory())
+print(peak_memory(torch.device("cpu")))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
@@ -201,7 +203,7 @@ def main() -> None:
     if arguments.device == "cuda":
         population_cuda.main(arguments.row, arguments.repeats, not arguments.no_peers, arguments.json)
         return
-    print(f"CPU: {processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"CPU: {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if arguments.memory:
         small, large = measure_peak_memory(256), measure_peak_memory(4096)
         print(f"peak memory: {small / 1e6:.0f} MB at population 256, {large / 1e6:.0f} MB at 4096")

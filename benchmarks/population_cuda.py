@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from germline.core import Core
+from germline.engine.session import Session
 from germline.fleet import Local
 from germline.objective import Batch, Objective
 from germline.strategies import OpenAIES
@@ -142,13 +142,14 @@ def prepare_generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> S
     losses: dict[str, Any] = {"lstm": F.mse_loss, "unet": F.binary_cross_entropy_with_logits}
     strategy = OpenAIES(population=row.population, sigma=0.05, lr=0.01, rank=rank)
     objective = Objective(losses.get(row.net, F.cross_entropy))
-    core, batch = Core(make_module(row), strategy, objective, Local("cuda"), 0, None, dtype), make_batch(row)
-    core.prepare(batch)
+    session = Session.create(make_module(row), strategy, objective, Local("cuda"), 0, dtype=dtype)
+    batch = make_batch(row)
+    session.prepare(batch)
     numbers = iter(range(2, 1 << 30))
 
     def step() -> None:
         number = next(numbers)
-        core.tell(core.evaluate(number + (number % 100 == 1), batch))  # without the checks at every hundredth
+        session.tell(session.evaluate(number + (number % 100 == 1), batch))  # without the checks at every hundredth
 
     return step
 

@@ -30,11 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from germline import trainer
-from germline.costs import LOOPBACK, MODES, Network, Rates, format_seconds, measure_rates, predict_cost
+from germline.cli.costs import LOOPBACK, MODES, Network, Rates, format_seconds, measure_rates, predict_cost
+from germline.engine.opening import set_up
+from germline.engine.session import Session
 from germline.errors import BadInput
-from germline.fleet import SPMD, Local, launched
-from germline.fleet.exchange import Mode
+from germline.fleet import SPMD, Fleet, Local
+from germline.fleet.spmd.exchange import Mode, SharedUpdate
+from germline.fleet.spmd.launch import find_launch
 from germline.recipes import make_recipe
 from germline.recipes.recipe import Recipe
 from germline.strategies import AnyStrategy
@@ -161,31 +163,32 @@ def scaled_recipe(net: str, population: int) -> Recipe:
     return dataclasses.replace(recipe, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
 
 
-def time_generations(recipe: Recipe, fleet: Local, limits: list[str]) -> dict[str, dict[str, float]]:
+def time_generations(recipe: Recipe, fleet: Fleet, limits: list[str]) -> dict[str, dict[str, float]]:
     """Return, for each limit, the seconds of a generation, those that go into noise, and the bytes of this process.
 
     The limits take turns, so that other work on this machine falls on all of them.
     """
-    core, _, _, batch = trainer.set_up(recipe, fleet, 0)
-    core.prepare(batch)
-    core.divide()
-    noise = noise_seconds(core, fleet)
-    core.advance(core.evaluate(2, batch))
+    session, group = set_up(recipe, fleet, 0), fleet.group
+    batch = session.batch(0)
+    session.prepare(batch)
+    session.share_update()
+    noise = noise_seconds(session)
+    session.advance(session.evaluate(2, batch))
     seconds: dict[str, list[float]] = {rate: [] for rate in limits}
     moved: dict[str, tuple[float, float]] = {}
     number = 2
     for turn, rate in itertools.product(range(TURNS), limits):
         if turn and min(seconds[rate]) > SLOW:
             continue
-        if fleet.rank == 0 and fleet.size > 1:
+        if group.rank == 0 and group.size > 1:
             set_limit(rate)
-        fleet.all(True)
-        fleet.traffic()
+        group.all(True)
+        fleet.count_bytes()
         before, began, number = sent_by_interface(), time.perf_counter(), number + 1
-        core.advance(core.evaluate(number, batch))
-        fleet.all(True)  # all messages have arrived
-        seconds[rate].append(fleet.told(time.perf_counter() - began))
-        moved[rate] = float(max(fleet.traffic())), float(sent_by_interface() - before)
+        session.advance(session.evaluate(number, batch))
+        group.all(True)  # all messages have arrived
+        seconds[rate].append(group.broadcast(time.perf_counter() - began))
+        moved[rate] = float(max(fleet.count_bytes())), float(sent_by_interface() - before)
     return {
         rate: {
             "seconds": statistics.median(seconds[rate]),
@@ -197,16 +200,16 @@ def time_generations(recipe: Recipe, fleet: Local, limits: list[str]) -> dict[st
     }
 
 
-def noise_seconds(core: Any, fleet: Local) -> float:
+def noise_seconds(session: Session) -> float:
     """Return the seconds in which this process makes the noise of its members and of its part of the update."""
-    population, size = core.strategy.population, core.genome.size
-    share = population // fleet.size
-    mode = core.update.mode if core.update is not None else "replay"
+    population, size, ranks = session.strategy.population, session.scorer.genome.size, session.fleet.group.size
+    share, update, noise, theta = population // ranks, session.update, session.noise, session.state.theta
+    mode = update.mode if isinstance(update, SharedUpdate) else "replay"
     members = share if mode == "semi" else population
-    columns = size // fleet.size if mode == "chromosome" else size
-    few, many = core.noise.members(np.arange(4), 1), core.noise.members(np.arange(members), 1)
-    weights, out = np.arange(members), core.state.theta.new_empty(4, size)
-    perturb: float = least_seconds(lambda: few.perturb(core.state.theta, 0.02, out=out)) / 4 * share
+    columns = size // ranks if mode == "chromosome" else size
+    few, many = noise.members(np.arange(4), 1), noise.members(np.arange(members), 1)
+    weights, out = np.arange(members), theta.new_empty(4, size)
+    perturb: float = least_seconds(lambda: few.perturb(theta, 0.02, out=out)) / 4 * share
     return perturb + least_seconds(lambda: many.weighted_sum(weights, (0, columns)))
 
 
@@ -226,10 +229,10 @@ def sent_by_interface() -> int:
     return int(counters.read_text()) if counters.is_file() else 0
 
 
-def measure_together(recipe: Recipe, fleet: Local) -> dict[str, float]:
+def measure_together(recipe: Recipe, fleet: Fleet) -> dict[str, float]:
     """Return the rates of this process while the other one is measured, too."""
     rates = dataclasses.asdict(measure_rates(recipe, recipe.strategy, "cpu"))
-    fleet.all(True)
+    fleet.group.all(True)
     return rates
 
 
@@ -239,19 +242,19 @@ def measure_nets(nets: list[str], limits: list[str], members: int) -> dict[str, 
     fleet = SPMD(device="cpu", timeout=1200)
     for net in nets:
         both = scaled_recipe(net, 2 * members)
-        if fleet.rank == 0:
+        if fleet.group.rank == 0:
             results[net] = {
                 "one": time_generations(scaled_recipe(net, members), Local("cpu", 1), ["none"])["none"]["seconds"],
                 "all": time_generations(both, Local("cpu", 1), ["none"])["none"]["seconds"],
             }
-        fleet.all(True)
+        fleet.group.all(True)
         exchanges, rates = {}, {}
         for mode in MODES:
             before = measure_together(both, fleet)
             exchanges[mode] = time_generations(both, SPMD(mode, device="cpu", timeout=1200), limits)
             after = measure_together(both, fleet)
             rates[mode] = {name: type(value)((value + after[name]) / 2) for name, value in before.items()}
-        if fleet.rank == 0:
+        if fleet.group.rank == 0:
             results[net] |= {"exchanges": exchanges, "rates": rates}
             print(f"{net}: done", file=sys.stderr, flush=True)
     return results
@@ -354,7 +357,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.worker:
         results = measure_nets(nets, limits, options.members)
-        if launched().rank == 0:
+        if find_launch().rank == 0:
             print(json.dumps(results), flush=True)
         return
     arguments = [word for net in nets for word in ("--net", net)]

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from germline.fleet.launch import free_port
+from germline.fleet.spmd.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
 RUN = ["digits", "--population", "64", "--device", "cpu", "--json"]

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from germline import Local, trainer
+from germline import Local
+from germline.engine import loop, opening
+from germline.engine.stopping import Stop
 from germline.recipes import make_recipe
-from germline.stopping import Stop
 
 
 def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
@@ -19,9 +20,9 @@ def curve(strategy: str, directory: Path) -> list[tuple[float, float]]:
     recipe = make_recipe("digits", {}, seed=0)
     if strategy != recipe.strategy.name:
         recipe = dataclasses.replace(recipe, strategy=recipe.others[strategy])
-    training = trainer.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})
-    trainer.run(training, Stop(seconds=6.0))
-    return [(row["total_seconds"], row["dev_accuracy"]) for row in training.history if "dev_accuracy" in row]
+    session = opening.start(recipe, directory / strategy, seed=0, fleet=Local("cpu"), about={})
+    loop.run(session, Stop(seconds=6.0))
+    return [(row["total_seconds"], row["dev_accuracy"]) for row in session.history if "dev_accuracy" in row]
 
 
 def main() -> None:

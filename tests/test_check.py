@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import germline as gl
-from germline.core import CHECK_EVERY, Core
+from germline.engine.scoring import CHECK_EVERY
+from germline.engine.session import Session
 from germline.fleet import Local
 from germline.genome import Genome
 from germline.noise import ADDRESS_LIMIT, Stream
@@ -25,22 +26,23 @@ from tests.nets import HOSTILE, BranchesOnItsInput, DrawsFromTorch, HasHooks, Ho
 P, SIGMA = 20, 0.1
 
 
-def make_core(kind: type[Hostile], rank: int | None = None, **more: Any) -> tuple[Core, Batch]:
+def make_session(kind: type[Hostile], rank: int | None = None, **more: Any) -> tuple[Session, Batch]:
     torch.manual_seed(0)
     module = kind()
     objective = Objective(F.cross_entropy)
-    core = Core(module, OpenAIES(population=P, sigma=SIGMA, rank=rank), objective, Local("cpu"), 3, **more)
-    return core, Batch.from_raw((torch.randn(16, 6), torch.randint(0, 3, (16,))))
+    session = Session.create(module, OpenAIES(population=P, sigma=SIGMA, rank=rank), objective, Local("cpu"), 3, **more)
+    return session, Batch.from_raw((torch.randn(16, 6), torch.randint(0, 3, (16,))))
 
 
 def fresh_scores(
-    core: Core, candidates: Candidates, batch: Batch, seed: int = 0, score: Callable[..., Any] = F.cross_entropy
+    session: Session, candidates: Candidates, batch: Batch, seed: int = 0, score: Callable[..., Any] = F.cross_entropy
 ) -> list[float]:
     """Return the score of each member, on a new copy of the user's module."""
-    assert core.module is not None
-    genome, scores = Genome.from_module(core.module), []
+    original = session.scorer.module
+    assert original is not None
+    genome, scores = Genome.from_module(original), []
     for member in range(P):
-        module = copy.deepcopy(core.module).eval()
+        module = copy.deepcopy(original).eval()
         genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], module)
         args, target = batch.copy().args, batch.target
         with torch.no_grad(), seeded_generators(seed):
@@ -51,130 +53,129 @@ def fresh_scores(
 @pytest.mark.parametrize("rank", [None, 1])
 @pytest.mark.parametrize("kind", HOSTILE, ids=lambda kind: kind.__name__)
 def test_hostile_modules_are_scored_as_plain_copies_are(kind: type[Hostile], rank: int | None) -> None:
-    core, batch = make_core(kind, rank)
+    session, batch = make_session(kind, rank)
     before, state = [x.clone() for x in batch.args], torch.get_rng_state()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        core.prepare(batch)
-    assert core.plan is not None
-    assert core.plan.method in HOSTILE[kind]
+        session.prepare(batch)
+    assert session.scorer.chosen_plan.method in HOSTILE[kind]
     slow = [str(w.message) for w in caught if issubclass(w.category, SlowPath)]
-    assert len(slow) == (core.plan.method != "population")  # once, with the time that a member takes
+    assert len(slow) == (session.scorer.chosen_plan.method != "population")  # once, with the time that a member takes
     assert all("because" in sentence and " ms each" in sentence for sentence in slow)
-    result, again = core.evaluate(0, batch), core.evaluate(0, batch)
+    result, again = session.evaluate(0, batch), session.evaluate(0, batch)
     assert result.scores.tobytes() == again.scores.tobytes()
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before, batch.args, strict=True))
     if not kind.__name__.startswith("Draws"):
-        candidates = core.strategy.ask(core.state, core.noise, 0, result.values)
-        assert np.allclose(result.scores, fresh_scores(core, candidates, batch), rtol=1e-4)
+        candidates = session.strategy.ask(session.state, session.noise, 0, result.values)
+        assert np.allclose(result.scores, fresh_scores(session, candidates, batch), rtol=1e-4)
 
 
 def test_members_that_draw_random_numbers_draw_the_same_ones() -> None:
-    core, batch = make_core(DrawsFromTorch)
+    session, batch = make_session(DrawsFromTorch)
     with pytest.warns(SlowPath, match="draws random numbers"):
-        result = core.evaluate(0, batch)
-    assert core.module is not None
-    candidates = core.strategy.ask(core.state, core.noise, 0, result.values)
-    seed = int(core.noise.below(ADDRESS_LIMIT, 1, 0, Stream.DROPOUT, member=ADDRESS_LIMIT - 1)[0])
-    assert np.allclose(result.scores, fresh_scores(core, candidates, batch, seed), rtol=1e-5)
+        result = session.evaluate(0, batch)
+    candidates = session.strategy.ask(session.state, session.noise, 0, result.values)
+    seed = int(session.noise.below(ADDRESS_LIMIT, 1, 0, Stream.DROPOUT, member=ADDRESS_LIMIT - 1)[0])
+    assert np.allclose(result.scores, fresh_scores(session, candidates, batch, seed), rtol=1e-5)
 
 
 def test_sampled_members_are_checked_during_a_run() -> None:
-    core, batch = make_core(LooksAtTheBatchSize)
-    core.prepare(batch)
-    assert core.plan is not None
-    assert core.plan.method == "population"
-    evaluator = core.evaluator
-    assert evaluator is not None
-    result = core.evaluate(1, batch)  # a generation that is checked, and passes
-    assert core.plan.method == "population"
+    session, batch = make_session(LooksAtTheBatchSize)
+    session.prepare(batch)
+    assert session.scorer.chosen_plan.method == "population"
+    result = session.evaluate(1, batch)  # a generation that is checked, and passes
+    assert session.scorer.chosen_plan.method == "population"
     # a layer of the population module loses its noise; plain copies do not
-    core.evaluator = core._make(core.plan)
-    broken = core.evaluator.module.get_submodule("layer")
+    scorer, plan = session.scorer, session.scorer.chosen_plan
+    scorer.evaluators[plan] = scorer.build_evaluator(plan)
+    broken = scorer.evaluator.module.get_submodule("layer")
     broken.__class__ = type("Linear", (nn.Linear,), {"weight": torch.zeros(6, 6), "bias": None})
-    with pytest.warns(SlowPath, match="scores of sampled members are no longer those of"):
-        again = core.evaluate(CHECK_EVERY + 1, batch)
-    assert core.plan == Plan(1, "isolated", vectorized=False)
-    candidates = core.strategy.ask(core.state, core.noise, CHECK_EVERY + 1, again.values)
-    assert np.allclose(again.scores, fresh_scores(core, candidates, batch), rtol=1e-4)
+    with pytest.warns(SlowPath, match="sampled members no longer have the scores of the plain model"):
+        again = session.evaluate(CHECK_EVERY + 1, batch)
+    assert session.scorer.plan == Plan(1, "isolated", vectorized=False)
+    candidates = session.strategy.ask(session.state, session.noise, CHECK_EVERY + 1, again.values)
+    assert np.allclose(again.scores, fresh_scores(session, candidates, batch), rtol=1e-4)
     assert not np.array_equal(again.scores, result.scores)
 
 
 def test_a_run_goes_back_to_float32_when_bfloat16_no_longer_ranks_members() -> None:
-    core, batch = make_core(HasHooks, dtype="bfloat16")
-    core.prepare(batch)
-    assert core.plan == Plan(P, "population", dtype="bfloat16")
-    core.strategy = OpenAIES(population=P, sigma=1e-5)  # far less than 8 bits can show
-    with pytest.warns(SlowPath, match="in float32, because bfloat16 no longer tells them apart"):
-        result = core.evaluate(1, batch)
-    assert core.plan == Plan(P, "population")
-    candidates = core.strategy.ask(core.state, core.noise, 1, result.values)
+    session, batch = make_session(HasHooks, dtype="bfloat16")
+    session.prepare(batch)
+    assert session.scorer.plan == Plan(P, "population", dtype="bfloat16")
+    session.strategy = OpenAIES(population=P, sigma=1e-5)  # far less than 8 bits can show
+    with pytest.warns(SlowPath, match="in float32, because bfloat16 no longer ranks members rightly"):
+        result = session.evaluate(1, batch)
+    assert session.scorer.plan == Plan(P, "population")
+    candidates = session.strategy.ask(session.state, session.noise, 1, result.values)
     # scores differ by so little that nearness says nothing: the differences themselves must be right
-    assert np.corrcoef(result.scores, fresh_scores(core, candidates, batch))[0, 1] > 0.99
+    assert np.corrcoef(result.scores, fresh_scores(session, candidates, batch))[0, 1] > 0.99
 
 
 def test_a_score_that_leaves_torch_is_computed_member_by_member() -> None:
-    core, batch = make_core(LooksAtTheBatchSize)
-    core.objective = Objective(lambda output, target: float((output.argmax(1) == target).float().mean().item()))
+    session, batch = make_session(LooksAtTheBatchSize)
+    session.scorer.objective = Objective(
+        lambda output, target: float((output.argmax(1) == target).float().mean().item())
+    )
     with pytest.warns(SlowPath, match="scored one by one"):
-        core.prepare(batch)
-    assert core.plan == Plan(P, "population", vectorized=False)
-    result = core.evaluate(0, batch)
-    candidates = core.strategy.ask(core.state, core.noise, 0, result.values)
-    assert np.allclose(result.scores, fresh_scores(core, candidates, batch, score=accuracy), atol=1e-6)
+        session.prepare(batch)
+    assert session.scorer.plan == Plan(P, "population", vectorized=False)
+    result = session.evaluate(0, batch)
+    candidates = session.strategy.ask(session.state, session.noise, 0, result.values)
+    assert np.allclose(result.scores, fresh_scores(session, candidates, batch, score=accuracy), atol=1e-6)
 
 
 def test_a_score_that_changes_its_target_gets_a_copy() -> None:
-    core, batch = make_core(LooksAtTheBatchSize)
+    session, batch = make_session(LooksAtTheBatchSize)
     before = batch.target.clone()
-    core.objective = Objective(lambda output, target: F.cross_entropy(output, target.add_(1).fmod_(3)))
+    session.scorer.objective = Objective(lambda output, target: F.cross_entropy(output, target.add_(1).fmod_(3)))
     with pytest.warns(SlowPath, match="in place"):
-        result = core.evaluate(0, batch)
-    assert core.plan == Plan(1, "isolated", vectorized=False)
+        result = session.evaluate(0, batch)
+    assert session.scorer.plan == Plan(1, "isolated", vectorized=False)
     assert torch.equal(batch.target, before)
-    candidates = core.strategy.ask(core.state, core.noise, 0, result.values)
+    candidates = session.strategy.ask(session.state, session.noise, 0, result.values)
     other = Batch(batch.args, {}, (before + 1) % 3, batch.size)
-    assert np.allclose(result.scores, fresh_scores(core, candidates, other), rtol=1e-4)
+    assert np.allclose(result.scores, fresh_scores(session, candidates, other), rtol=1e-4)
 
 
 def test_a_score_that_draws_random_numbers_is_reproducible() -> None:
-    core, batch = make_core(LooksAtTheBatchSize)
-    core.objective = Objective(lambda output, target: F.cross_entropy(output + torch.randn(output.shape), target))
+    session, batch = make_session(LooksAtTheBatchSize)
+    session.scorer.objective = Objective(
+        lambda output, target: F.cross_entropy(output + torch.randn(output.shape), target)
+    )
     state = torch.get_rng_state()
     with pytest.warns(SlowPath, match="the score keeps state between calls, or draws random numbers"):
-        result, again = core.evaluate(0, batch), core.evaluate(0, batch)
+        result, again = session.evaluate(0, batch), session.evaluate(0, batch)
     assert result.scores.tobytes() == again.scores.tobytes()
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_batch_that_takes_another_branch_is_evaluated_by_a_slower_method() -> None:
-    core, batch = make_core(BranchesOnItsInput)
-    core.prepare(batch)
-    assert core.plan is not None
-    assert core.plan.method == "population"
+    session, batch = make_session(BranchesOnItsInput)
+    session.prepare(batch)
+    assert session.scorer.chosen_plan.method == "population"
     x = batch.args[0].clone()
     x[0, 0] = 11
     other = Batch((x,), {}, batch.target, batch.size)
     with pytest.warns(SlowPath, match="item"):
-        result = core.evaluate(5, other)
-    assert core.plan == Plan(1, "isolated", vectorized=False)
-    candidates = core.strategy.ask(core.state, core.noise, 5, result.values)
-    assert np.allclose(result.scores, fresh_scores(core, candidates, other), rtol=1e-4)
+        result = session.evaluate(5, other)
+    assert session.scorer.plan == Plan(1, "isolated", vectorized=False)
+    candidates = session.strategy.ask(session.state, session.noise, 5, result.values)
+    assert np.allclose(result.scores, fresh_scores(session, candidates, other), rtol=1e-4)
 
 
 def test_an_objective_of_the_model_causes_no_warning() -> None:
     torch.manual_seed(0)
     objective = Objective(lambda model: model.weight.sum().item(), of_model=True)
-    core = Core(nn.Linear(4, 2), OpenAIES(population=P), objective, Local("cpu"), 0)
-    core.evaluate(0, None)
-    assert core.plan == Plan(1, "loop", vectorized=False)
+    session = Session.create(nn.Linear(4, 2), OpenAIES(population=P), objective, Local("cpu"), 0)
+    session.evaluate(0, None)
+    assert session.scorer.plan == Plan(1, "loop", vectorized=False)
 
 
 def test_the_warning_says_how_long_a_member_takes() -> None:
-    core, batch = make_core(LeavesTorch)
+    session, batch = make_session(LeavesTorch)
     with pytest.warns(SlowPath, match=r"member by member \(about [0-9.e+-]+ ms each\), because .*item\(\)"):
-        core.prepare(batch)
+        session.prepare(batch)
 
 
 class TurnsBad(nn.Module):
@@ -196,8 +197,8 @@ def test_a_run_that_became_slower_is_resumed_by_the_same_method(tmp_path: Path) 
     data = (torch.randn(32, 6), torch.randint(0, 3, (32,)))
     methods: list[str] = []
 
-    def watch(training: Any, row: Any) -> None:
-        methods.append(training.core.plan.method)
+    def watch(session: Any, row: Any) -> None:
+        methods.append(session.scorer.plan.method)
         TurnsBad.bad = True
 
     def run(generations: int, **where: Any) -> gl.Result:
@@ -226,8 +227,8 @@ def test_a_batch_of_the_wrong_size_is_an_error_and_changes_no_plan() -> None:
     search = gl.Search(nn.Linear(6, 3), OpenAIES(population=P), loss=F.cross_entropy, fleet=gl.Local("cpu"))
     x, y = torch.randn(32, 6), torch.randint(0, 3, (32,))
     search.step(x, y)
-    plan = search._core.plan
+    plan = search._session.scorer.plan
     with pytest.raises(Exception, match=r"[Ee]xpected|size"):
         search.step(x, y[:31])
     search.step(x, y)
-    assert search._core.plan == plan
+    assert search._session.scorer.plan == plan

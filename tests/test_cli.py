@@ -1,7 +1,8 @@
-"""The command line, in this process and as processes of their own."""
+"""The command line, called in this process and in others."""
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from germline.cli import app
+from germline.cli.app import app
 from germline.data import load_digits
+from germline.engine.journal import Journal
 from germline.recipes import make_recipe
 
 runner = CliRunner()
@@ -62,8 +64,8 @@ def call(*arguments: str, code: int = 0) -> str:
 
 
 def last(output: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return found
+    summary: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return summary
 
 
 def test_a_run_from_beginning_to_end(here: Path) -> None:
@@ -95,7 +97,7 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
         load_file("w0.safetensors")["0.weight"], make_recipe("own.py", {}, 7).model.state_dict()["0.weight"]
     )
 
-    further = last(call("resume", "runs/one", "--generations", "20", "--json"))
+    further = last(call("resume", "runs/one", "--recipe", "own.py", "--generations", "20", "--json"))
     straight = last(call("train", "own.py", "--json", "--generations", "20", "--seed", "7"))
     assert further["theta_sha256"] == straight["theta_sha256"]
     assert straight["run"] == "runs/own-openai-es-7"
@@ -115,7 +117,26 @@ def test_recipes_are_found_from_anywhere(here: Path, monkeypatch: pytest.MonkeyP
     call("train", "random_recipe:recipe", "--generations", "2")
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    assert last(call("resume", "../runs/r", "--generations", "3", "--json"))["generations"] == 3
+    summary = last(call("resume", "../runs/r", "--recipe", "../random.py", "--generations", "3", "--json"))
+    assert summary["generations"] == 3
+
+
+def test_a_recipe_that_is_a_file_must_be_given_again(here: Path) -> None:
+    """A run may come from a stranger: nothing is imported because its journal names it."""
+    (here / "marked.py").write_text(OWN + "open('imported', 'a').close()\n")
+    for name, strategy in (("es", "openai-es"), ("bp", "gradient")):
+        call("train", "marked.py", "--strategy", strategy, "--generations", "2", "--name", name)
+    (here / "imported").unlink()
+    export = ["--generation", "1", "--export", "w.safetensors"]
+    for words in (["resume", "runs/es"], ["resume", "runs/bp"], ["verify", "runs/bp"], ["replay", "runs/bp", *export]):
+        assert "marked.py, which is not part of germline: give it again, with --recipe." in call(*words, code=2)
+    call("verify", "runs/es")  # the journal is enough
+    call("replay", "runs/es", *export)
+    assert not (here / "imported").exists()
+    error = call("resume", "runs/es", "--recipe", "digits", "--generations", "3", code=2)
+    assert "The model is not that of runs/es" in error
+    call("verify", "runs/bp", "--recipe", "marked.py")
+    call("resume", "runs/bp", "--recipe", "marked.py", "--generations", "3")
 
 
 FUNCTIONS = """
@@ -131,44 +152,34 @@ def test_a_run_with_functions_among_its_settings_is_replayed(here: Path) -> None
     for name, optimizer in (("exact", "'adam'"), ("torch", "lambda p: torch.optim.SGD(p, lr=0.1)")):
         (here / f"{name}.py").write_text(FUNCTIONS + OWN.replace("OpenAIES(population=16)", chosen % optimizer))
         summary = last(call("train", f"{name}.py", "--json", "--name", name))
-        assert last(call("verify", f"runs/{name}", "--json"))["theta_sha256"] == summary["theta_sha256"]
-        assert last(call("resume", f"runs/{name}", "--generations", "17", "--json"))["generations"] == 17
+        again = [f"runs/{name}", "--recipe", f"{name}.py", "--json"]
+        assert last(call("verify", *again))["theta_sha256"] == summary["theta_sha256"]
+        assert last(call("resume", *again, "--generations", "17"))["generations"] == 17
+    call("verify", "runs/exact")  # the values of schedules are in the journal, an optimizer is not
+    assert "give it again, with --recipe" in call("verify", "runs/torch", code=2)
 
 
 def test_settings_reach_strategy_and_recipe(here: Path) -> None:
-    sets = [
-        "--set",
-        "recipe.width=5",
-        "--set",
-        "sigma=cosine(0.2, 0.1, 10)",
-        "--set",
-        "mirrored=false",
-        "--population",
-        "9",
-    ]
-    call("train", "own.py", "--generations", "2", "--rank", "1", "--name", "x", *sets)
-    from germline.journal import Journal
-
+    settings = ["recipe.width=5", "sigma=cosine(0.2, 0.1, 10)", "mirrored=false"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    call("train", "own.py", "--generations", "2", "--rank", "1", "--population", "9", "--name", "x", *words)
     header = Journal.open(here / "runs" / "x").header
     assert header["recipe_settings"] == {"width": "5"}
     assert header["settings"]["sigma"] == {"schedule": "cosine(0.2, 0.1, 10)"}
-    assert (header["settings"]["population"], header["settings"]["rank"], header["settings"]["mirrored"]) == (
-        9,
-        1,
-        False,
-    )
-    assert last(call("resume", "runs/x", "--generations", "4", "--json"))["generations"] == 4
+    assert [header["settings"][name] for name in ("population", "rank", "mirrored")] == [9, 1, False]
+    assert last(call("resume", "runs/x", "--recipe", "own.py", "--generations", "4", "--json"))["generations"] == 4
     call("verify", "runs/x")
 
 
-def test_backprop_in_the_same_trainer_journal_and_report(here: Path) -> None:
+def test_backprop_is_trained_verified_and_replayed_by_the_same_commands(here: Path) -> None:
     summary = last(call("train", "own.py", "--strategy", "gradient", "--json", "--name", "bp"))
     assert summary["samples"] == 15 * 3 * 100
-    assert last(call("verify", "runs/bp", "--json"))["theta_sha256"] == summary["theta_sha256"]
-    call("replay", "runs/bp", "--generation", "7", "--export", "w.safetensors")
+    again = ["runs/bp", "--recipe", "own.py"]
+    assert last(call("verify", *again, "--json"))["theta_sha256"] == summary["theta_sha256"]
+    call("replay", *again, "--generation", "7", "--export", "w.safetensors")
 
 
-def test_the_baseline_is_said_beside_the_result(here: Path) -> None:
+def test_the_baseline_is_printed_next_to_the_result(here: Path) -> None:
     output = call("train", "digits", "--generations", "5", "--baseline")
     assert "by backprop on the same net and data in the same" in output
     assert "report: runs/digits-openai-es-0/report.html" in output
@@ -178,8 +189,8 @@ def test_lists(here: Path) -> None:
     assert "digits" in call("recipes")
     assert "openai-es" in call("strategies")
     assert "weight_decay" in call("strategies", "openai-es")
-    found = last(call("doctor", "--json"))
-    assert found["cpu noise"] == "agrees with the definition"
+    findings = last(call("doctor", "--json"))
+    assert findings["cpu noise"] == "agrees with the definition"
     assert list(here.iterdir()) == [here / "own.py"]
 
 
@@ -255,7 +266,7 @@ def test_two_processes_with_one_and_two_threads_give_the_same_hash(tmp_path: Pat
 
 
 def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
-    run = germline("train", "digits", "--generations", "100000", "--name", "long", cwd=here)
+    run = germline("train", "own.py", "--generations", "100000", "--name", "long", cwd=here)
     try:
         journal = here / "runs" / "long" / "journal.sqlite"
         while not journal.exists():
@@ -268,10 +279,12 @@ def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
         run.kill()
         run.wait()
     assert run.returncode == 130
-    assert "germline resume runs/long" in errors
     assert "Traceback" not in errors
+    advice = errors[errors.index("germline resume runs/long") :].splitlines()[0]
+    assert shlex.split(advice)[1:] == ["resume", "runs/long", "--recipe", str(here / "own.py")]
     done = last(call("verify", "runs/long", "--json"))["generations"]
-    assert last(call("resume", "runs/long", "--generations", str(done + 3), "--json"))["generations"] == done + 3
+    summary = last(call(*shlex.split(advice)[1:], "--generations", str(done + 3), "--json"))
+    assert summary["generations"] == done + 3
 
 
 def test_the_digits_are_split_without_overlap() -> None:

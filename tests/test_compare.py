@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from germline.compare import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
-from germline.journal import Journal
-from tests.test_faults import finished
+from germline.cli.comparison import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
+from germline.engine.journal import Journal
+from tests.processes import count_generations
 
 GERMLINE = [sys.executable, "-m", "germline"]
 SMALL = ["--set", "recipe.hidden=4", "--device", "cpu"]
@@ -56,13 +56,13 @@ def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
     words += ["--runs", str(tmp_path), "--json"]
     run = tmp_path / "compare-digits" / "openai-es-0"
     with subprocess.Popen([*GERMLINE, *words], start_new_session=True, stderr=subprocess.PIPE, text=True) as process:
-        while finished(run) < 5 and process.poll() is None:
+        while count_generations(run) < 5 and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, errors
-    assert "goes on from here" in errors
-    assert 5 <= finished(run) < 400
+        stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, stderr
+    assert "goes on from here" in stderr
+    assert 5 <= count_generations(run) < 400
     assert not Trial(Variant("openai-es", ()), 0, run).load()
     done = call(*words)
     assert done.returncode == 0, done.stderr

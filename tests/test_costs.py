@@ -8,7 +8,7 @@ import torch
 from scaling import draw_efficiencies, strong_efficiency, weak_efficiency
 from torch import nn
 
-from germline.costs import (
+from germline.cli.costs import (
     MODES,
     Cost,
     Network,
@@ -24,7 +24,7 @@ from germline.costs import (
     recommend,
 )
 from germline.errors import BadInput
-from germline.fleet.exchange import Mode
+from germline.fleet.spmd.exchange import Mode
 from germline.recipes.recipe import Recipe
 from germline.strategies import GA, PSO, SNES, AnyStrategy, Gradient, MuLambda, OpenAIES
 

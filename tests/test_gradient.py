@@ -145,7 +145,7 @@ def test_the_gradient_of_a_recurrent_net_is_that_of_torch(device: str) -> None:
     expected = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(module.parameters()))])
     assert torch.allclose(gradient.cpu(), expected, rtol=1e-4, atol=1e-6)
     assert score[0] == pytest.approx(loss.item(), rel=1e-5)
-    assert not any(part.training for part in evaluator.thread_module().modules())
+    assert not any(part.training for part in evaluator.thread_copies.get().modules())
 
 
 def test_rows_describe_the_gradients_of_a_run(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 from hybrid_resources import PUBLISHED, peak_bytes, predict_ratios
 
 import germline as gl
-from germline import trainer
 from germline.data import load_series, make_windows, nuclei, series
+from germline.engine import loop, opening
+from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
@@ -19,7 +20,6 @@ from germline.recipes import make_recipe
 from germline.recipes.nuclei import cut_squares, dice, iou, overlap
 from germline.recipes.series import Forecaster, persistence_mse
 from germline.recipes.threshold import Binary
-from germline.stopping import Stop
 from tests.test_recipes import folder
 
 __all__ = ["folder"]
@@ -135,10 +135,10 @@ def test_weights_of_one_bit() -> None:
 def test_a_threshold_net_learns_and_has_no_gradient(tmp_path: Path) -> None:
     for weights in ("real", "binary"):
         recipe = make_recipe("threshold-digits", {"weights": weights, "hidden": "32"}, seed=0)
-        training = trainer.start(recipe, tmp_path / weights, seed=0, fleet=Local("cpu"), about={})
-        summary = trainer.run(training, Stop(generations=60))
+        session = opening.start(recipe, tmp_path / weights, seed=0, fleet=Local("cpu"), about={})
+        summary = loop.run(session, Stop(generations=60))
         assert summary["metrics"]["test_accuracy"] > 0.5
-        training.kept.close()
+        session.require_journal().close()
     with pytest.raises(BadInput, match="no gradient"):
         gl.train(
             recipe.model,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from germline.core import Core
+from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
@@ -105,7 +105,7 @@ def test_scores_are_those_of_plain_copies(name: str, rank: int | None, device: s
         choice = choose_plan(make, 8, candidates, batch)
     assert choice.plan == Plan(8, "population")
     assert choice.reason is None
-    scores = Local(device).evaluate(make(choice.plan), candidates, P, batch)
+    scores = Local(device).score(make(choice.plan), candidates, P, batch)
     assert scores.dtype == np.float32
     assert np.allclose(scores, plain_scores(module, candidates, batch, MODULES[name][2]), rtol=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
@@ -121,7 +121,7 @@ def test_threads_do_not_change_a_bit(name: str, rank: int | None) -> None:
     for workers in (1, 2, 3):
         torch.set_num_threads(workers)
         try:
-            scores.append(Local("cpu", workers).evaluate(make(plan), candidates, P, batch))
+            scores.append(Local("cpu", workers).score(make(plan), candidates, P, batch))
             assert torch.get_num_threads() == workers
         finally:
             torch.set_num_threads(before)
@@ -165,7 +165,7 @@ def test_scores_without_a_gradient(function: Callable[..., Any], vectorized: boo
     module, make, candidates, batch = prepare("mlp", function)
     choice = choose_plan(make, 8, candidates, batch)
     assert choice.plan == Plan(8, "population", vectorized)
-    scores = Local("cpu").evaluate(make(choice.plan), candidates, P, batch)
+    scores = Local("cpu").score(make(choice.plan), candidates, P, batch)
     assert np.allclose(scores, plain_scores(module, candidates, batch, function), atol=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_an_objective_of_the_model() -> None:
     candidates = Candidates(OpenAIES().field(1, genome), 0, genome.read(module), SIGMA)
     objective = Objective(lambda model: model.weight.sum().item(), of_model=True)
     evaluator = Evaluator.build(module, genome, objective, torch.device("cpu"), Plan(4, "loop", vectorized=False))
-    scores = Local("cpu", 2).evaluate(evaluator, candidates, 10, None)
+    scores = Local("cpu", 2).score(evaluator, candidates, 10, None)
     weights = candidates.weights(np.arange(10), 0, genome.size)[:, :8].sum(1)
     assert np.allclose(scores, weights.numpy(), atol=1e-5)
 
@@ -208,12 +208,12 @@ def test_the_shared_product_is_made_once_for_a_generation() -> None:
 @pytest.mark.parametrize("method", ["population", "vmap", "loop", "isolated"])
 def test_dropout_is_a_function_of_the_address(method: Any) -> None:
     _, make, candidates, batch = prepare("batch norm and dropout")
-    off = Local("cpu").evaluate(make(Plan(8, method)), candidates, P, batch)
+    off = Local("cpu").score(make(Plan(8, method)), candidates, P, batch)
     plan = Plan(8, method, dropout=True)
-    on = [Local("cpu", workers).evaluate(make(plan), candidates, P, batch) for workers in (1, 2)]
+    on = [Local("cpu", workers).score(make(plan), candidates, P, batch) for workers in (1, 2)]
     assert on[0].tobytes() == on[1].tobytes()
     assert not np.allclose(on[0], off, rtol=1e-3)
-    at_once = Local("cpu").evaluate(make(Plan(8, "population", dropout=True)), candidates, P, batch)
+    at_once = Local("cpu").score(make(Plan(8, "population", dropout=True)), candidates, P, batch)
     assert np.allclose(on[0], at_once, rtol=1e-4)  # the same masks by every method
 
 
@@ -241,7 +241,7 @@ def test_bfloat16_is_chosen_where_ranks_survive_it() -> None:
     in_bfloat16 = choose_dtype(make, choice, "bfloat16", candidates, batch)
     assert in_bfloat16.plan == Plan(8, "population", dtype="bfloat16")
     assert choose_dtype(make, choice, "float32", candidates, batch) == choice
-    scores = [Local("cpu").evaluate(make(plan), candidates, P, batch) for plan in (choice.plan, in_bfloat16.plan)]
+    scores = [Local("cpu").score(make(plan), candidates, P, batch) for plan in (choice.plan, in_bfloat16.plan)]
     assert np.corrcoef(scores[0], scores[1])[0, 1] > 0.99
     assert not np.array_equal(scores[0], scores[1])
     # by auto, too, where the products are large enough and the processor multiplies in it
@@ -254,9 +254,10 @@ def test_bfloat16_is_chosen_where_ranks_survive_it() -> None:
 
 
 def test_bfloat16_is_refused_for_an_objective_of_the_model() -> None:
-    core = Core(nn.Linear(2, 1), OpenAIES(), Objective(lambda m: 0.0, of_model=True), Local("cpu"), 0, None, "bfloat16")
+    objective = Objective(lambda m: 0.0, of_model=True)
+    session = Session.create(nn.Linear(2, 1), OpenAIES(), objective, Local("cpu"), 0, dtype="bfloat16")
     with pytest.raises(BadInput, match="no bfloat16 for a model that is evaluated member by member"):
-        core.prepare(None)
+        session.prepare(None)
 
 
 def test_running_statistics_are_estimated_again() -> None:
@@ -296,18 +297,19 @@ def test_the_block_size_is_a_function_of_the_problem() -> None:
 PEAK = """
 import torch, torch.nn.functional as F
 from torch import nn
-from germline.core import Core
+from germline.engine.session import Session
 from germline.fleet import Local
+from germline.machine import peak_memory
 from germline.objective import Batch, Objective
-from germline.run import peak_memory
 from germline.strategies import OpenAIES
 batch = Batch.from_raw((torch.randn(32, 784), torch.randint(0, 10, (32,))))
 for rank in (None, 1):
     module = nn.Sequential(nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 10))
-    core = Core(module, OpenAIES(population={population}, rank=rank), Objective(F.cross_entropy), Local("cpu", 2), 0)
+    strategy = OpenAIES(population={population}, rank=rank)
+    session = Session.create(module, strategy, Objective(F.cross_entropy), Local("cpu", 2), 0)
     for generation in range(2):
-        core.tell(core.evaluate(generation, batch))
-print(peak_memory())
+        session.tell(session.evaluate(generation, batch))
+print(peak_memory(torch.device("cpu")))
 """
 
 
@@ -353,9 +355,9 @@ def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:
     batch = Batch.from_raw((x, torch.zeros(4, 1)), torch.device("cpu"))
     torch.set_num_threads(2)
     try:
-        assert np.isfinite(Local("cpu").evaluate(evaluator, candidates, 16, batch)).all()
+        assert np.isfinite(Local("cpu").score(evaluator, candidates, 16, batch)).all()
         meeting.reset()
         with pytest.raises(threading.BrokenBarrierError):
-            Local("cpu", workers=1).evaluate(evaluator, candidates, 16, batch)
+            Local("cpu", workers=1).score(evaluator, candidates, 16, batch)
     finally:
         torch.set_num_threads(before)

@@ -11,7 +11,6 @@ from germline.fleet.spmd.exchange import Exchange
 from tests.ranks import STRATEGIES, exact_modes, problem, train, with_shards
 from tests.threads import ranks_as_threads
 
-
 MODEL = problem()["model"]  # made before there are threads: torch has one random generator for all of them
 # of the others, members with new initial weights draw from that generator: tests/test_spmd.py runs them as processes
 THREADED = [name for name, strategy in STRATEGIES.items() if vars(strategy).get("diversity") != "reset"]

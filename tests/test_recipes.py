@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import germline as gl
-from germline import trainer
 from germline.data import MissingDataError, Splits, images, load_cifar10, load_mnist, make_synthetic
+from germline.engine import loop, opening
+from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
 from germline.recipes import make_recipe
 from germline.recipes.darwinn import SyntheticData, cif_900k, mnist_3m
-from germline.stopping import Stop
 
 SIZES = {"mnist-3m": 3_274_634, "cif-900k": 895_973, "cif-8m": 7_790_794}
 SHAPES = {"mnist-3m": (1, 28, 28), "cif-900k": (3, 32, 32), "cif-8m": (3, 32, 32)}
@@ -51,9 +51,9 @@ def test_sizes_are_the_published_ones(name: str) -> None:
 def test_a_generation(name: str, tmp_path: Path) -> None:
     recipe = make_recipe(name, {"data": "synthetic", "examples": "8", "batch_size": "4"}, seed=0)
     recipe = replace(recipe, strategy=gl.OpenAIES(population=2), dtype="float32")
-    training = trainer.start(recipe, tmp_path / "run", seed=0, fleet=Local("cpu"), about={})
-    summary = trainer.run(training, Stop(generations=1))
-    assert np.isfinite([training.history[0]["mean"], summary["metrics"]["test_loss"]]).all()
+    session = opening.start(recipe, tmp_path / "run", seed=0, fleet=Local("cpu"), about={})
+    summary = loop.run(session, Stop(generations=1))
+    assert np.isfinite([session.history[0]["mean"], summary["metrics"]["test_loss"]]).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])

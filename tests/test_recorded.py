@@ -12,7 +12,7 @@ from torch import nn
 
 import germline as gl
 from germline import kernels
-from germline.core import Core
+from germline.engine.session import Session
 from germline.fleet import Local
 from germline.genome import Genome
 from germline.kernels import recorded
@@ -84,7 +84,7 @@ def test_launched_generations_have_the_bits_of_the_code(name: str, rank: int | N
     module = NETS[name]()
     evaluator = make_evaluator(module, dtype)
     for candidates, batch in make_generations(module, rank):
-        scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
+        scores = Local("cuda").score(evaluator, candidates, P, batch)
         with exact_arithmetic(GPU):
             expected = make_evaluator(module, dtype).scores(candidates, P, batch).cpu().numpy()[:P]
         assert scores.tobytes() == expected.tobytes()
@@ -107,7 +107,7 @@ def test_code_that_changes_at_every_call_is_run_each_time() -> None:
     module = CountsItsCalls()
     evaluator = make_evaluator(module, "float32")
     generations = make_generations(module, None)
-    scores = [Local("cuda").evaluate(evaluator, candidates, P, batch) for candidates, batch in generations]
+    scores = [Local("cuda").score(evaluator, candidates, P, batch) for candidates, batch in generations]
     (recording,) = evaluator.recordings.values()
     assert not recording.trusted
     assert all(np.isfinite(part).all() for part in scores)
@@ -135,39 +135,39 @@ def test_a_gpu_without_kernels(name: str, rank: int | None, monkeypatch: pytest.
     torch.manual_seed(0)
     module = NETS[name]()
     (candidates, batch), *_ = make_generations(module, rank)
-    expected = Local("cuda").evaluate(make_evaluator(module, "float32"), candidates, P, batch)
+    expected = Local("cuda").score(make_evaluator(module, "float32"), candidates, P, batch)
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     kernels.kernel_device.cache_clear()
     try:
         evaluator = make_evaluator(module, "float32")
-        scores = Local("cuda").evaluate(evaluator, candidates, P, batch)
+        scores = Local("cuda").score(evaluator, candidates, P, batch)
         assert not evaluator.recordings
         strategy = OpenAIES(population=P, rank=rank)
-        core = Core(module, strategy, Objective(F.cross_entropy), Local("cuda"), 0)
+        session = Session.create(module, strategy, Objective(F.cross_entropy), Local("cuda"), 0)
         with pytest.warns(SlowPath, match="no kernels"):
-            core.prepare(batch)
+            session.prepare(batch)
     finally:
         monkeypatch.undo()
         kernels.kernel_device.cache_clear()
     assert np.allclose(scores, expected, rtol=1e-4)
 
 
-def test_scores_computed_ahead_are_dropped_if_a_callback_changes_something(tmp_path: Path) -> None:
+def test_prefetched_scores_are_dropped_if_a_callback_changes_something(tmp_path: Path) -> None:
     x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
     hashes = []
-    for ahead in (True, False):
+    for prefetches in (True, False):
         setting = {"sigma": 0.2}
 
-        def change(training: Any, row: Any) -> None:
+        def change(session: Any, row: Any) -> None:
             setting["sigma"] *= 0.8  # noqa: B023
-            if not ahead:  # noqa: B023
-                training.core.under_way = None
+            if not prefetches:  # noqa: B023
+                session.scorer.prefetched = None
 
         torch.manual_seed(0)
         strategy = OpenAIES(population=P, sigma=lambda g: setting["sigma"])  # noqa: B023
         settings: dict[str, Any] = {"loss": F.cross_entropy, "strategy": strategy, "generations": 8}
         result = gl.train(
-            NETS["mlp"](), (x, y), callbacks=[change], fleet=Local("cuda"), run=tmp_path / str(ahead), **settings
+            NETS["mlp"](), (x, y), callbacks=[change], fleet=Local("cuda"), run=tmp_path / str(prefetches), **settings
         )
         hashes.append(result.summary["theta_sha256"])
     assert hashes[0] == hashes[1]
@@ -194,7 +194,7 @@ def test_code_that_changes_later_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     for i in range(10):
         monkeypatch.setattr(DependsOnPython, "factor", 1.0 if i < 3 else 2.0)
         candidates, batch = generations[i % 5]
-        scores.append(Local("cuda").evaluate(evaluator, candidates, P, batch))
+        scores.append(Local("cuda").score(evaluator, candidates, P, batch))
     candidates, batch = generations[4]
     with exact_arithmetic(GPU):
         expected = make_evaluator(module, "float32").scores(candidates, P, batch).cpu().numpy()[:P]

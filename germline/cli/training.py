@@ -25,7 +25,8 @@ from germline.errors import BadInput, unknown_name
 from germline.fleet import SPMD, Elastic, Fleet, Local
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
-from germline.recipes import Recipe, make_recipe
+from germline.recipes import RECIPES, Recipe, make_recipe
+from germline.strategies.registry import STRATEGIES
 
 
 @command
@@ -51,7 +52,8 @@ def train(
     start = partial(opening.start_or_continue, seed=seed, fleet=chosen, is_named=is_named)
     about_run = {**about, "command": command_line()}
     if not baseline:
-        run_to_end(start(made, path, about=about_run, stop=limits), limits, as_json=output.json_)
+        session = start(made, path, about=about_run, stop=limits)
+        run_to_end(session, limits, as_json=output.json_, strategy=strategy.strategy)
         return
     other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
     other_path = path.with_name(path.name + "-backprop")
@@ -97,13 +99,20 @@ def resume(
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
     session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
     limits = stop.limits()
-    run_to_end(session, limits if limits != Stop() else Stop.from_header(header["stop"]), as_json=json_)
+    limits = limits if limits != Stop() else Stop.from_header(header["stop"])
+    run_to_end(session, limits, as_json=json_, strategy=again.strategy)
 
 
 def run_to_end(
-    session: Session, stop: Stop, *, as_json: bool, quiet: bool = False, status: Status | None = None
+    session: Session,
+    stop: Stop,
+    *,
+    as_json: bool,
+    quiet: bool = False,
+    status: Status | None = None,
+    strategy: str | None = None,
 ) -> dict[str, Any]:
-    """Run a session to its end, with progress, and print its summary."""
+    """Run a session to its end, with progress, and print its summary; ``strategy`` is the one that the user named."""
     path, is_first = session.path, session.fleet.group.rank == 0
     if is_first:
         with Progress(stop, below=status.table if status is not None else None).shown() as progress:
@@ -118,7 +127,7 @@ def run_to_end(
         write_report([(path.name, session.journal.header, rows, summary)], path / "report.html")
         session.journal.close()
     if is_interrupted and is_first:
-        how = "the same command" if status is not None else f"germline resume {path}"
+        how = "the same command" if status is not None else resume_command(session, strategy)
         print(f"interrupted after generation {session.generation}; go on with: {how}", file=sys.stderr)
     if as_json and is_first:
         print(json.dumps(summary))
@@ -152,6 +161,17 @@ def check_baseline(recipe: Recipe, path: Path, fleet: Fleet) -> None:
     session = opening.set_up(recipe, fleet, seed=0)
     session.prepare(session.batch(0))
     Differentiate().differentiate(session, 0, session.batch(0), {})
+
+
+def resume_command(session: Session, strategy: str | None) -> str:
+    """Return the command that resumes a run; it names again what is not part of this package."""
+    header = session.journal.header if session.journal is not None else {}
+    words = ["germline", "resume", str(session.path)]
+    if header.get("recipe") not in (None, *RECIPES):
+        words += ["--recipe", header["recipe"]]
+    if strategy is not None and strategy not in STRATEGIES:
+        words += ["--strategy", strategy]
+    return shlex.join(words)
 
 
 def command_line() -> str:
