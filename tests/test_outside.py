@@ -85,7 +85,7 @@ def test_a_subclass_with_the_name_of_a_strategy_is_not_taken_for_it(tmp_path: Pa
 def test_a_class_that_is_no_strategy_is_refused() -> None:
     from germline.strategies import find_strategy
 
-    with pytest.raises(gl.BadInput, match="derives from gl.Strategy"):
+    with pytest.raises(gl.BadInput, match=r"derives from gl\.Strategy"):
         find_strategy("collections:OrderedDict")
     with pytest.raises(gl.BadInput, match="cannot be loaded"):
         find_strategy("no_such_module:Mine")
