@@ -547,7 +547,7 @@ def test_only_workers_of_the_same_authority_are_let_in(tmp_path: Path) -> None:
     log = tmp_path / "coordinator.txt"
     with log.open("w") as file:
         serve = [*GERMLINE, "serve", *RUN, *addresses, *ours, *runs]
-        coordinator = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=file, text=True)
+        coordinator = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=file)
     command = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", "digits", "--device", "cpu"]
     others: list[subprocess.Popen[bytes]] = []
     errors = [tmp_path / "no-keys.txt", tmp_path / "other-keys.txt"]
