@@ -12,7 +12,7 @@ import pytest
 
 from germline.cli.comparison import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
 from germline.engine.journal import Journal
-from tests.processes import count_generations
+from tests.test_faults import count_generations
 
 GERMLINE = [sys.executable, "-m", "germline"]
 SMALL = ["--set", "recipe.hidden=4", "--device", "cpu"]

@@ -42,8 +42,8 @@ from germline.fleet.spmd.launch import free_port
 from germline.genome import theta_sha256
 from germline.recipes import make_recipe
 from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda, OpenAIES
-from tests.processes import count_generations, is_running
 from tests.rogue import Rogue
+from tests.test_faults import count_generations, is_running
 
 GENERATIONS = 60
 LONG = 600  # generations of a run that is watched
@@ -548,18 +548,24 @@ def test_only_workers_of_the_same_authority_are_let_in(tmp_path: Path) -> None:
     log = tmp_path / "coordinator.txt"
     with log.open("w") as file:
         serve = [*GERMLINE, "serve", *RUN, *addresses, *ours, *runs]
-        coordinator = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=file, text=True)
+        coordinator = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=file)
     command = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", "digits", "--device", "cpu"]
-    strangers = [command, [*command, "--keys", str(tmp_path / "theirs" / "machine")]]
-    others = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for words in strangers]
+    others: list[subprocess.Popen[bytes]] = []
+    errors = [tmp_path / "no-keys.txt", tmp_path / "other-keys.txt"]
     try:
         assert wait_for_port(port)
-        time.sleep(12)
-        assert "has joined" not in log.read_text()
+        for stderr, words in zip(errors, ([], ["--keys", str(tmp_path / "theirs" / "machine")]), strict=True):
+            with stderr.open("w") as file:
+                others.append(subprocess.Popen([*command, *words], stderr=file))
+        assert others[1].wait(60) == 2
+        assert "not of one authority" in errors[1].read_text()
+        until = time.monotonic() + 60
+        while "trying again" not in errors[0].read_text():
+            assert time.monotonic() < until, errors[0].read_text()
+            time.sleep(0.1)
+        assert others[0].poll() is None
         assert "TLS handshake failed" in log.read_text()
-        assert others[1].wait(30) == 2
-        assert others[1].stderr is not None
-        assert "not of one authority" in others[1].stderr.read()
+        assert "has joined" not in log.read_text()
         words = [*command, "--keys", str(tmp_path / "ours" / "machine")]
         friend = subprocess.run(words, capture_output=True, text=True)
         assert friend.returncode == 0, friend.stderr

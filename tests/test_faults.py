@@ -1,6 +1,6 @@
-"""A fleet of which one process is killed or frozen, again and again, ends as if nothing had happened.
+"""A fleet of which one rank is killed or frozen, again and again, ends like an undisturbed run.
 
-GERMLINE_FAULTS=20 python -m pytest tests/test_faults.py -s     as many as that, said as they happen
+GERMLINE_FAULTS=20 python -m pytest tests/test_faults.py -s     20 faults, printed as they happen
 """
 
 import json
@@ -18,12 +18,12 @@ import pytest
 
 FAULTS = int(os.environ.get("GERMLINE_FAULTS", "6"))
 GENERATIONS = 120 * FAULTS
-TIMEOUT = 5  # seconds until a silent process is given up
+TIMEOUT = 5  # seconds until a silent rank is given up
 BIN = Path(sys.executable).parent
 
 
-def finished(run: Path) -> int:
-    """The generations in a journal."""
+def count_generations(run: Path) -> int:
+    """Return the number of generations in a journal."""
     try:
         with closing(sqlite3.connect(f"file:{run}/journal.sqlite?mode=ro", uri=True)) as connection:
             return int((connection.execute("SELECT generation FROM tip").fetchone() or [-1])[0]) + 1
@@ -31,22 +31,23 @@ def finished(run: Path) -> int:
         return 0
 
 
-def workers_of(launcher: int) -> list[int]:
+def child_processes(launcher: int) -> list[int]:
+    """Return the processes that a launcher has started."""
     return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
-def runs(process: int) -> bool:
-    """Whether it is there, and not only because its parent has not looked yet."""
+def is_running(process: int) -> bool:
+    """Return whether a process runs, and is not one that has ended and whose parent has not noticed."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def wait_for(run: Path, launcher: "subprocess.Popen[str]", beyond: int) -> bool:
-    """Until more generations are finished; false if the run has ended."""
+def wait_for_generations(run: Path, launcher: "subprocess.Popen[str]", beyond: int) -> bool:
+    """Wait until more generations are finished; return False if the run ends before."""
     while launcher.poll() is None:
-        if finished(run) > beyond:
+        if count_generations(run) > beyond:
             return True
         time.sleep(0.05)
     return False
@@ -62,31 +63,33 @@ def test_a_fleet_survives_kills_and_freezes(tmp_path: Path) -> None:
     fleet = ["--fleet", "spmd", "--exchange", "chromosome", "--timeout", str(TIMEOUT), "--name", "disturbed"]
     command = [*torchrun, "--no-python", str(BIN / "germline"), *arguments, *fleet]
     chance, run = random.Random(FAULTS), tmp_path / "disturbed"
-    done = {signal.SIGKILL: 0, signal.SIGSTOP: 0}
+    faults = {signal.SIGKILL: 0, signal.SIGSTOP: 0}  # how often each has happened
     with (
         (tmp_path / "stderr").open("w") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True) as launcher,
     ):
         try:
-            while sum(done.values()) < FAULTS and launcher.poll() is None:
-                before, fault = finished(run), chance.choice(list(done))
-                time.sleep(chance.uniform(0, 8))  # while they start, or at work
-                if fault == signal.SIGSTOP and not wait_for(run, launcher, before):
-                    break  # until all have arrived nobody can tell a frozen one from one that still loads its libraries
-                victims = workers_of(launcher.pid)
+            while sum(faults.values()) < FAULTS and launcher.poll() is None:
+                before, fault = count_generations(run), chance.choice(list(faults))
+                time.sleep(chance.uniform(0, 8))  # while ranks start, or while they work
+                if fault == signal.SIGSTOP and not wait_for_generations(run, launcher, before):
+                    break  # until all have arrived, a frozen rank looks like one that still loads its libraries
+                victims = child_processes(launcher.pid)
                 if len(victims) < 3:
                     continue
                 victim = chance.choice(victims)
                 with suppress(ProcessLookupError):
                     os.kill(victim, fault)
-                    done[fault] += 1
-                    print(f"generation {finished(run)}: {fault.name}", flush=True)
+                    faults[fault] += 1
+                    print(f"generation {count_generations(run)}: {fault.name}", flush=True)
                 if fault == signal.SIGSTOP:
                     time.sleep(TIMEOUT + 4)
-                    assert not any(runs(other) for other in victims if other != victim), "not noticed"
+                    assert not any(is_running(other) for other in victims if other != victim), (
+                        "the other ranks have not noticed"
+                    )
                     with suppress(ProcessLookupError):
-                        os.kill(victim, signal.SIGCONT)  # and wakes up when it has been given up
-                while any(map(runs, victims)):
+                        os.kill(victim, signal.SIGCONT)  # it wakes up when it has been given up
+                while any(map(is_running, victims)):
                     time.sleep(0.05)
             output = launcher.communicate(timeout=300)[0]
         finally:
@@ -95,4 +98,4 @@ def test_a_fleet_survives_kills_and_freezes(tmp_path: Path) -> None:
     assert launcher.returncode == 0, (tmp_path / "stderr").read_text()[-3000:]
     summary = json.loads(output.splitlines()[-1])
     assert (summary["theta_sha256"], summary["generations"]) == (expected, GENERATIONS)
-    assert sum(done.values()) == FAULTS
+    assert sum(faults.values()) == FAULTS
