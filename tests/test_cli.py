@@ -256,6 +256,7 @@ def germline(*arguments: str, cwd: Path, threads: int = 2) -> subprocess.Popen[s
     )
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_and_two_threads_give_the_same_hash(tmp_path: Path) -> None:
     runs = [
         germline("train", "digits", "--generations", "20", "--json", "--name", str(t), cwd=tmp_path, threads=t)
@@ -265,6 +266,7 @@ def test_two_processes_with_one_and_two_threads_give_the_same_hash(tmp_path: Pat
     assert one == two
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
     run = germline("train", "own.py", "--generations", "100000", "--name", "long", cwd=here)
     try:

@@ -22,6 +22,7 @@ def call(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*GERMLINE, *words], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_comparison_is_run_once_and_can_be_extended_by_seeds(tmp_path: Path) -> None:
     words = ["compare", "digits", "--strategies", "ga,gradient", "--evaluations", "600", "--runs", str(tmp_path)]
     words += ["--set", "ga.population=64", *SMALL, "--json"]
@@ -44,6 +45,7 @@ def test_a_comparison_is_run_once_and_can_be_extended_by_seeds(tmp_path: Path) -
     assert "another --name" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_strategy_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
     words = ["compare", "threshold-digits", "--strategies", "openai-es,gradient", "--generations", "2", "--seeds", "1"]
     done = call(*words, "--runs", str(tmp_path), *SMALL)
@@ -51,6 +53,7 @@ def test_a_strategy_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
     assert "gradient: error: The loss has no gradient" in done.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
     words = ["compare", "digits", "--strategies", "openai-es", "--generations", "400", "--seeds", "1", *SMALL]
     words += ["--runs", str(tmp_path), "--json"]
@@ -75,6 +78,7 @@ def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
     assert outcome["theta_sha256"] == json.loads(alone.stdout.splitlines()[-1])["theta_sha256"]
 
 
+@pytest.mark.slow
 def test_a_sweep_tries_every_combination(tmp_path: Path) -> None:
     words = ["sweep", "digits", "--set", "lr=0.01,linear(0.1, 0, 9)", "--set", "population=8,16", "--generations", "3"]
     done = call(*words, "--jobs", "2", "--runs", str(tmp_path), "--device", "cpu", "--json")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FAULTS = int(os.environ.get("GERMLINE_FAULTS", "6"))
 GENERATIONS = 120 * FAULTS
 TIMEOUT = 5  # seconds until a silent rank is given up

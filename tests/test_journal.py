@@ -69,6 +69,7 @@ def train(path: Path, generations: int, recipe: Recipe | None = None, callbacks:
     return summary
 
 
+@pytest.mark.slow
 def test_every_generation_of_a_long_run_is_rebuilt_from_a_small_journal(tmp_path: Path) -> None:
     hashes: list[str] = []
 
@@ -127,6 +128,7 @@ def damage(content: bytes) -> Iterator[tuple[str, bytes]]:
             yield kind, content[:at] + bytes(min(length, len(content) - at)) + content[at + length :]
 
 
+@pytest.mark.slow
 def test_a_damaged_journal_is_refused_or_harmless(tmp_path: Path) -> None:
     train(tmp_path / "run", 24)
     expected = read_everything(tmp_path / "run")

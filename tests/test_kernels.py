@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from germline.kernels import Address, Reading, cpu, reference
 from germline.optim.optimizers import Adam
 
+pytestmark = pytest.mark.slow
+
 if find_spec("triton"):  # comes with torch on Linux only
     from germline.kernels import cuda
 else:

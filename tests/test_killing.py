@@ -20,6 +20,8 @@ from germline.engine.replay import verify
 from germline.fleet import Local
 from tests.nursery import make_recipe
 
+pytestmark = pytest.mark.slow
+
 GENERATIONS = 40
 SNAPSHOTS = [0, 7, 14, 21, 28, 35, 40]  # every 7 generations, and at the end
 KILLS = {"openai-es": 50, "auto": 20, "gradient": 20} | dict.fromkeys(

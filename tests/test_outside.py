@@ -75,7 +75,7 @@ def test_a_subclass_with_the_name_of_a_strategy_is_not_taken_for_it(tmp_path: Pa
     straight = train(Renamed(population=16), generations=6, run=tmp_path / "straight")
     assert straight != train(gl.OpenAIES(population=16), generations=6, run=tmp_path / "other")
     train(Renamed(population=16), generations=3, run=tmp_path / "run")
-    with pytest.raises(gl.BadInput, match="tests.outside:Renamed"):
+    with pytest.raises(gl.BadInput, match=r"tests\.outside:Renamed"):
         train(gl.OpenAIES(population=16), generations=6, resume=tmp_path / "run")
     with pytest.raises(gl.BadInput, match="not part of germline"):
         train(None, generations=6, resume=tmp_path / "run")

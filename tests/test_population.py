@@ -139,6 +139,7 @@ def score_blocks(name: str, rank: int | None, numbers: list[int]) -> dict[int, b
         return {i: evaluator.score_block(generation, blocks[i]).tobytes() for i in numbers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 1])
 def test_processes_do_not_change_a_bit(rank: int | None) -> None:
     """Blocks are divided among 1, 2 and 3 processes, in different orders."""
@@ -235,6 +236,7 @@ def test_dropout_drops_its_part_and_scales_the_rest(kind: Any, shape: tuple[int,
         assert torch.equal(outputs.flatten(3).amin(3), outputs.flatten(3).amax(3))  # whole channels
 
 
+@pytest.mark.slow
 def test_bfloat16_is_chosen_where_ranks_survive_it() -> None:
     _, make, candidates, batch = prepare("LeNet")
     choice = choose_plan(make, 8, candidates, batch)
@@ -313,6 +315,7 @@ print(peak_memory(torch.device("cpu")))
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_population() -> None:
     """All perturbed weights of 4,096 members would be 3.9 GB."""
     peaks = []

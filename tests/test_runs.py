@@ -185,6 +185,7 @@ def test_every_example_has_a_golden_trajectory() -> None:
     assert set(GOLDEN) == set(EXACT)
 
 
+@pytest.mark.slow
 def test_a_long_history_is_on_disk_and_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("germline.engine.session.REMEMBERED", 40)
     monkeypatch.setattr("germline.engine.session.RECENT", 10)

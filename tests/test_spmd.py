@@ -44,6 +44,7 @@ def launch(processes: int, *arguments: str) -> list[Any]:
     return lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
 def test_weights_do_not_depend_on_the_number_of_ranks_or_the_exchange(processes: int, tmp_path: Path) -> None:
     local = gl.Local("cpu", 1)
@@ -62,6 +63,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks_or_the_exchange(processes:
         assert verify(session)["theta_sha256"] == expected[f"snes by {mode}"]
 
 
+@pytest.mark.slow
 def test_runs_of_one_process_are_resumed_by_ranks(tmp_path: Path) -> None:
     names = ("openai-es", "snes", "openai-es, scheduled")
     expected = [ranks.train(ranks.STRATEGIES[name], tmp_path / f"{name} whole", gl.Local("cpu")) for name in names]
@@ -72,6 +74,7 @@ def test_runs_of_one_process_are_resumed_by_ranks(tmp_path: Path) -> None:
         assert refusal.startswith("Semi-updates by 2 ranks need a multiple of 2 shards, and the run has 1: use another")
 
 
+@pytest.mark.slow
 def test_slices_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
     """Two ranks with batches of 16 in 3 slices each are one process with a batch of 32 in 6 slices."""
     strategy = gl.Gradient(lr=0.05, slices=6)
@@ -83,6 +86,7 @@ def test_slices_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
         assert (header["settings"]["slices"], header["plan"]["slices"], header["batch_size"]) == (6, 6, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="files cannot be limited")
 @pytest.mark.parametrize("limit", [20_000, 300_000], ids=["before the first generation", "later"])
 def test_a_full_disk_ends_all_ranks_with_a_sentence(limit: int, tmp_path: Path) -> None:
@@ -97,6 +101,7 @@ def test_a_full_disk_ends_all_ranks_with_a_sentence(limit: int, tmp_path: Path) 
     assert any(text.startswith(f"error: {other}") for text in texts), texts
 
 
+@pytest.mark.slow
 def test_an_error_of_the_rank_that_owns_the_journal_is_raised_in_all(tmp_path: Path) -> None:
     own = ["BadInput: bad", "MachineError: full", "ZeroDivisionError: zero"]
     others = ["BadInput: Rank 0: bad", "MachineError: Rank 0: full", "RuntimeError: Rank 0: zero"]
@@ -104,6 +109,7 @@ def test_an_error_of_the_rank_that_owns_the_journal_is_raised_in_all(tmp_path: P
     assert answers == sorted([[error for error in errors for _ in range(2)] for errors in (own, others)])
 
 
+@pytest.mark.slow
 def test_ranks_that_do_something_else_are_named(tmp_path: Path) -> None:
     expected = ranks.train(ranks.STRATEGIES["openai-es"], tmp_path / "local", gl.Local("cpu"))
     words = {
@@ -122,6 +128,7 @@ def test_ranks_that_do_something_else_are_named(tmp_path: Path) -> None:
         assert all("Rank 1" in answers[name] for name in ("weights", "layout", "data", "batches", "seed", "limit"))
 
 
+@pytest.mark.slow
 def test_search_by_ranks_is_search_by_one_process(tmp_path: Path) -> None:
     arguments = ranks.problem()
     x, y = arguments["data"]
@@ -135,6 +142,7 @@ def test_search_by_ranks_is_search_by_one_process(tmp_path: Path) -> None:
         assert answer == {"hashes": [expected, expected], "error": error}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has TCP_INFO")
 @pytest.mark.parametrize("exchange", ["replay", "chromosome", "semi", "central"])
 def test_bytes_are_those_that_the_system_counts(exchange: str) -> None:
@@ -144,6 +152,7 @@ def test_bytes_are_those_that_the_system_counts(exchange: str) -> None:
             assert counted <= system + 16 <= 1.01 * counted + 400 * answer["messages"][0], answer
 
 
+@pytest.mark.slow
 def test_the_command_in_three_ranks(tmp_path: Path) -> None:
     arguments = ["train", "digits", "--generations", "11", "--device", "cpu", "--json", "--runs", str(tmp_path)]
     local = subprocess.run([str(BIN / "germline"), *arguments, "--name", "local"], capture_output=True, text=True)
@@ -165,6 +174,7 @@ def test_the_command_in_three_ranks(tmp_path: Path) -> None:
     assert json.loads(more.stdout)["theta_sha256"] == expected["theta_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups")
 def test_ctrl_c_ends_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
     arguments = ["train", "digits", "--population", "32", "--device", "cpu", "--runs", str(tmp_path), "--name", "run"]
@@ -187,6 +197,7 @@ def test_ctrl_c_ends_all_ranks_and_loses_nothing(tmp_path: Path) -> None:
     assert json.loads(result.stdout.splitlines()[-1])["generations"] == done + 3
 
 
+@pytest.mark.slow
 def test_weights_by_mpi_are_the_same(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     expected = ranks.train(ranks.STRATEGIES["snes"], tmp_path / "local", gl.Local("cpu"))
@@ -208,6 +219,7 @@ os.write(1, (json.dumps([type(fleet.collective.operations).__name__, *hashes]) +
     assert [json.loads(line) for line in done.stdout.splitlines()] == [["MPI", *[expected] * 3, shards]] * 2
 
 
+@pytest.mark.slow
 def test_bad_input_of_a_fleet_has_exit_code_2(tmp_path: Path) -> None:
     command = [str(BIN / "germline"), "train", "digits", "--runs", str(tmp_path), "--fleet", "spmd", "--workers", "2"]
     for more, word in (
