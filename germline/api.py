@@ -177,10 +177,14 @@ def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | No
         raise BadInput(f"No process of the fleet has the run {path}.")
     journal = Journal.open(path) if fleet.group.owns_journal else None
     header = fleet.group.broadcast(dict(journal.header) if journal is not None else {})
-    chosen = restore_strategy(header, strategy)
-    if strategy is not None:
-        opening.check_same_settings(strategy, header, str(path))
-    return opening.resume(recipe.with_strategy(strategy or chosen), journal, fleet)
+
+    def choose_strategy() -> AnyStrategy:
+        chosen = restore_strategy(header, strategy)
+        if strategy is not None:
+            opening.check_same_settings(strategy, header, str(path))
+        return strategy or chosen
+
+    return opening.resume(recipe.with_strategy(fleet.group.all_or_none(choose_strategy)), journal, fleet)
 
 
 def hash_batch(batch: Batch | None) -> str:
