@@ -160,7 +160,7 @@ def test_modes_that_a_strategy_cannot_be_run_in_have_no_cost() -> None:
         assert {cost.mode for cost in predict_costs(RATES, strategy, 100, 10, network)} == {"replay", "semi", "central"}
 
 
-def test_what_has_no_cost_is_said() -> None:
+def test_an_error_says_what_has_no_cost() -> None:
     with pytest.raises(BadInput, match="no cost model for the strategy 'gradient': plan one of openai-es"):
         count_asked_arrays(Gradient())
     with pytest.raises(BadInput, match="There is no exchange 'chromosom': did you mean 'chromosome'"):
