@@ -56,7 +56,7 @@ class ChunkScheduler:
         return len(self.done) == self.pieces
 
     @property
-    def count_unassigned(self) -> int:
+    def unassigned_pieces(self) -> int:
         """The number of pieces that no worker has."""
         return sum(last - first for first, last in self.unassigned)
 
@@ -76,7 +76,7 @@ class ChunkScheduler:
         workers = set(self.rates) | {worker}
         total, own = sum(map(self.rate, workers)), self.rate(worker)
         waiting = sum(chunk.size for chunk in mine)
-        left = self.count_unassigned + sum(chunk.size for chunk in self.out.values())
+        left = self.unassigned_pieces + sum(chunk.size for chunk in self.out.values())
         in_time = any(
             now - chunk.since <= OVERDUE * CHUNKS_PER_WORKER * chunk.size / self.rate(chunk.worker) + self.smallest
             for chunk in self.out.values()
@@ -85,7 +85,7 @@ class ChunkScheduler:
         if in_time and (1 + waiting) / own > left / total and self.rates.get(worker):
             return None  # others compute it, and will be done before
         size = max(
-            math.ceil(self.count_unassigned * own / total / CHUNKS_PER_WORKER), math.floor(own * self.smallest), 1
+            math.ceil(self.unassigned_pieces * own / total / CHUNKS_PER_WORKER), math.floor(own * self.smallest), 1
         )
         if not self.rates.get(worker):  # a small chunk first, to see how fast it is
             size = max(1, size // TRIAL)
