@@ -59,7 +59,7 @@ class PlanChoice:
         if self.plan.block > 1 and not self.plan.vectorized:
             how += ", and scored one by one"
         price = f" (about {1e3 * self.seconds:.2g} ms each)" if self.seconds else ""
-        return f"Members are evaluated {how}{price}, because {self.reason}."
+        return f"Members are evaluated in a slower way: {how}{price}, because {self.reason}."
 
 
 class SlowPath(UserWarning):

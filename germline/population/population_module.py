@@ -122,7 +122,11 @@ class DeferredCall:
         specs: list[TreeSpec] = []
 
         def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
-            output, spec = tree_flatten(self.rule.compute(self.make_layer_call(inputs, batched, epilogue)))
+            try:
+                output, spec = tree_flatten(self.rule.compute(self.make_layer_call(inputs, batched, epilogue)))
+            except Exception as error:
+                rule = f"the rule {self.rule.compute.__name__} of {self.layer.kind.__name__}"
+                raise RuntimeError(f"in {rule}, {type(error).__name__}: {error}") from error
             leaves.extend(output)
             specs.append(spec)
             return [leaf for leaf in output if isinstance(leaf, Tensor)]

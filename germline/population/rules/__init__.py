@@ -2,14 +2,22 @@
 
 A layer without a rule is right, too: its own code runs under ``torch.func.vmap`` with the weights of the block. A rule
 is for layers that vmap cannot do or does slowly. To add one, write a function in a file of this folder and add one line
-to ``RULES``; then add the layer to ``LEAVES`` in ``tests/test_leaves.py``, which compares its outputs with those of
-plain copies of the layer, with dense noise and with noise of low rank.
+to ``RULES``. Then add a case for each branch of the rule to ``LEAVES`` in ``tests/test_leaves.py`` (an input that all
+members share and one that differs, frozen parameters, an input without examples), which compares the outputs with those
+of plain copies of the layer, with dense noise and with noise of low rank; update the table of rules in
+``docs/design.md``, and the changelog if scores change in their last bits.
 
 The function is given a ``LayerCall``. Its ``inputs`` are the tensors among the layer's arguments, in their order;
 ``batched`` says which of them differ between members, and those have the members as their first dimension. ``module``
 is the layer, with its settings. The parameters of all members, with the members first, are ``call.weights("weight")``,
-or ``call.optional_weights("bias")`` where there may be none. The function returns what the layer returns for one
-member (a tensor, or tuples, lists and dicts of them), but with the members as the first dimension of each tensor.
+or ``call.optional_weights("bias")`` where there may be none. ``call.block.size`` is the number of members, and
+``call.has_shared_input`` says whether all members see the same inputs. ``call.forward_member(i)`` is the layer's own
+forward for one member, and ``per_member`` the rule that loops over it. The function returns what the layer returns for
+one member (a tensor, or tuples, lists and dicts of them), but with the members as the first dimension of each tensor.
+
+Rules are looked up by the exact class of a layer when an ``Evaluator`` is built: subclasses have none. An error in a
+rule makes a run fall back to vmap with a ``SlowPath`` warning that names the rule; ``Evaluator.outputs``, as below,
+raises it.
 
 A layer that multiplies its input by a weight for each feature, and its rule:
 
@@ -42,8 +50,11 @@ Each member's output is that of a plain copy of the layer with its weights:
 True
 >>> del RULES[Scale]
 
-Two settings of a ``Rule`` are for speed. ``applies`` is a function of the layer and its arguments by name; where it
-returns False, the layer's own code runs. With ``takes_epilogue=True`` a relu or a max pooling of the output is not done
+Fresh memory for large outputs often costs more than the arithmetic: compute into ``buffers.allocate(shape, like)`` by
+``out=``, and where the input is shared do once what does not depend on the weights, instead of expanding the input.
+
+Two settings of a ``Rule`` are for speed. ``applies`` is a function of the layer and its arguments by name, as one
+member sees them; where it returns False, the layer's own code runs. With ``takes_epilogue=True`` a relu or a max pooling of the output is not done
 by torch: the rule finds it in ``call.epilogue``, and applies it while it computes the output, or by ``apply_epilogue``.
 
 Layers that are linear in their weights need not generate the weights of each member: with ``blend`` they compute the
