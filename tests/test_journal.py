@@ -287,6 +287,17 @@ def test_a_generation_is_on_disk_before_callbacks_are_called(can_wait: bool, tmp
     assert any(generation < on_disk for generation, on_disk in listener.notes) == can_wait  # written together
 
 
+def test_a_run_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    session = start(tmp_path / "run")
+    for _ in range(3):
+        session.step()
+    records = Journal.open(tmp_path / "run", read_only=True).records()
+    first = next(records)
+    session.step()  # the end of the journal is now another one than when reading began
+    assert [record.result.generation for record in (first, *records)] == [0, 1, 2]
+    session.require_journal().close()
+
+
 def test_two_writers_are_noticed(tmp_path: Path) -> None:
     train(tmp_path / "run", 3)
     one, two = (resume(tmp_path / "run") for _ in range(2))

@@ -2,8 +2,9 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -125,3 +126,46 @@ def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     code, error, _ = command("resume", "runs/run", "--strategy", "openai-es", "--recipe", "digits")
     assert code == 2
     assert "trained by the strategy sign-es" in error
+
+
+@dataclass(frozen=True)
+class Unfinished(gl.Strategy[Any]):
+    name: ClassVar[str] = "unfinished"
+    population: int = 8
+
+    def init(self, theta: torch.Tensor) -> Any:
+        return theta
+
+
+@dataclass(frozen=True)
+class WrongState:
+    theta: torch.Tensor
+    fitness: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WrongShape(SignES):
+    name: ClassVar[str] = "wrong-shape"
+
+    def init(self, theta: torch.Tensor) -> Any:
+        return WrongState(theta, torch.zeros(32))
+
+
+@dataclass(frozen=True)
+class WrongArrays(SignES):
+    name: ClassVar[str] = "wrong-arrays"
+    ask_arrays: ClassVar[tuple[str, ...]] = ("parents",)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sentence"),
+    [
+        (Unfinished(), r"does not define values and ask and tell: docs/strategies\.md has"),  # type: ignore[abstract]
+        (WrongShape(), r"field fitness of the State of wrong-shape has shape \(32,\), but the last axis"),
+        (WrongArrays(), r"ask_arrays of wrong-arrays names parents, which is not a field of its State \(theta\)"),
+    ],
+)
+def test_a_strategy_that_breaks_the_protocol_is_refused(strategy: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(gl.BadInput, match=sentence):
+        train(strategy, generations=1, run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

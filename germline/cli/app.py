@@ -12,7 +12,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 from germline.errors import BadInput, FleetLostError, MachineError
 
@@ -70,7 +71,7 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], width: in
         width: Characters of a line, by default those of the terminal.
         layout: Settings of ``rich.table.Table``.
     """
-    table = Table(*columns, **layout)
+    table = Table(*(Column(name, overflow="fold") for name in columns), **layout)  # a long path is not cut
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(escape(str(cell)) for cell in row))  # a cell may hold brackets, as a path does
     Console(width=width).print(table)

@@ -166,8 +166,11 @@ class Journal:
         before: bytes = digest(canonical(self.header).encode())
         expected: int | None = None
         with translate_io_errors(self.path):
-            query = "SELECT * FROM record ORDER BY generation"  # the columns of SCHEMA
-            for generation, scores, values, theta, chain, info, checksum in self.connection.execute(query):
+            # One statement sees one moment of a journal that another process may be writing.
+            query = "SELECT record.*, tip.generation, tip.chain FROM record LEFT JOIN tip ORDER BY record.generation"
+            tip: tuple[Any, ...] = (None, None)
+            for generation, scores, values, theta, chain, info, checksum, *end in self.connection.execute(query):
+                tip = tuple(end)
                 kinds = (int, bytes, str, str | None, bytes, str, bytes)
                 row = (generation, scores, values, theta, chain, info, checksum)
                 has_types = all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True))
@@ -181,8 +184,9 @@ class Journal:
                     generation, np.frombuffer(scores, "<f4").astype(np.float32), json.loads(values)
                 )
                 yield Record(result, theta, json.loads(info))
-            tip = self.connection.execute("SELECT generation, chain FROM tip").fetchall()
-        if tip != ([(expected - 1, before)] if expected is not None else []):
+            query = "SELECT generation FROM tip WHERE NOT EXISTS (SELECT 1 FROM record)"
+            is_lost = expected is None and self.connection.execute(query).fetchone() is not None
+        if is_lost or (expected is not None and tip != (expected - 1, before)):
             raise BadInput(f"The end of the journal of {self.path} is missing: restore the run from a copy.")
 
     def chain(self, generation: int) -> str:

@@ -29,6 +29,7 @@ from germline.objective import Batch, Batches, Data, Objective
 from germline.population import DType, Plan, refresh_statistics, single_threaded_torch
 from germline.recipes.recipe import Recipe
 from germline.strategies.protocol import AnyStrategy, GenerationResult
+from germline.strategies.registry import check_state, check_strategy
 
 REMEMBERED, RECENT = 4096, 256  # generations that are kept in memory, and of these the last ones without a gap
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
@@ -122,10 +123,12 @@ class Session:
                 device = fleet.find_device(next(module.parameters()).device)
             module = copy.deepcopy(module)
         assert genome is not None
+        check_strategy(strategy)
         strategy = strategy.bind(genome)
         scorer = Scorer(module, genome, objective, device, dtype, dropout, plan)
         session = cls(strategy, scorer, fleet, seed, strategy.field(seed, genome), find_driver(strategy))
         session.state = session.driver.init(session, session.read_theta())
+        check_state(strategy, session.state, genome.size)
         return session
 
     def read_theta(self) -> Tensor:

@@ -47,6 +47,7 @@ class OpenAIES(SummedStrategy[State]):
     """Evolution strategies with a fixed Gaussian-like search distribution and any optimizer.
 
     >>> strategy = OpenAIES(population=4, sigma=0.5, lr=0.1, optimizer="sgd")
+    >>> import torch
     >>> state = strategy.init(torch.zeros(2))
     >>> strategy.values(state, generation=0)
     {'sigma': 0.5, 'lr': 0.1}

@@ -82,6 +82,8 @@ class Strategy(Protocol[S]):
         has_semi_updates: Whether the update is a sum over members that can be computed in shards (``SummedStrategy``).
         population: The number of members that are scored in a generation.
 
+    >>> import torch
+    >>> from germline.optim.shaping import rank_members
     >>> @dataclass(frozen=True)
     ... class State:
     ...     theta: torch.Tensor
@@ -96,7 +98,7 @@ class Strategy(Protocol[S]):
     ...     def ask(self, state, field, generation, values):
     ...         return Candidates(field, generation, state.theta, values["sigma"])
     ...     def tell(self, state, result, field, *, maximize, start=0):
-    ...         best = result.scores.argmax() if maximize else result.scores.argmin()
+    ...         best = rank_members(result.scores, maximize=maximize)[0]  # a score that is NaN is the worst
     ...         noise = field.members([int(best)], result.generation, state.theta.device)
     ...         return State(noise.perturb(state.theta, result.values["sigma"], start=start)[0])
     >>> import germline as gl

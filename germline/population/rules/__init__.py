@@ -54,8 +54,9 @@ Fresh memory for large outputs often costs more than the arithmetic: compute int
 ``out=``, and where the input is shared do once what does not depend on the weights, instead of expanding the input.
 
 Two settings of a ``Rule`` are for speed. ``applies`` is a function of the layer and its arguments by name, as one
-member sees them; where it returns False, the layer's own code runs. With ``takes_epilogue=True`` a relu or a max pooling of the output is not done
-by torch: the rule finds it in ``call.epilogue``, and applies it while it computes the output, or by ``apply_epilogue``.
+member sees them; where it returns False, the layer's own code runs. With ``takes_epilogue=True`` a relu or a max
+pooling of the output is not done by torch: the rule finds it in ``call.epilogue``, and applies it while it computes the
+output, or by ``apply_epilogue``.
 
 Layers that are linear in their weights need not generate the weights of each member: with ``blend`` they compute the
 product with the center once, and add each member's noise to it. See ``linear`` and ``convolution``.
