@@ -169,3 +169,9 @@ def test_a_strategy_that_breaks_the_protocol_is_refused(strategy: Any, sentence:
     with pytest.raises(gl.BadInput, match=sentence):
         train(strategy, generations=1, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_guide_shows_this_strategy() -> None:
+    guide = (HERE.parent / "docs" / "strategies.md").read_text()
+    example = (HERE / "outside.py").read_text().split("# the example begins\n")[1].split("# the example ends")[0]
+    assert example.replace(", openai_es\n", "\n").strip() in guide
