@@ -1,4 +1,4 @@
-"""What the ranks of an spmd fleet do in the tests: one function per test, called in every rank.
+"""Work of the ranks of an spmd fleet in the tests: one function per test, called in every rank.
 
 torchrun ... ranks.py FUNCTION ARGUMENTS...     each rank prints one line of JSON
 """

@@ -21,7 +21,7 @@ TIMEOUT = 60.0  # seconds
 
 
 class Meeting:
-    """Where threads meet to exchange values; each gets those of all."""
+    """A place where threads exchange values; each gets those of all."""
 
     def __init__(self, size: int) -> None:
         self.values: list[Any] = [None] * size
