@@ -418,6 +418,10 @@ def build_objective(
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
     """Return the fraction of examples whose largest output is at the index that the target names.
 
+    Args:
+        output: One row of outputs for each example.
+        target: The index of the right output for each example.
+
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
     0.5
     """

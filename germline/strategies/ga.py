@@ -27,7 +27,14 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import rank_members
 from germline.strategies.candidates import Candidates, describe_offspring
 from germline.strategies.protocol import GenerationResult, Strategy
-from germline.strategies.settings import check_choice, check_rate, low_rank_field, parse_ranks, setting
+from germline.strategies.settings import (
+    check_choice,
+    check_rate,
+    document_settings,
+    low_rank_field,
+    parse_ranks,
+    setting,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class State:
         return self.parents[0]
 
 
+@document_settings
 @dataclass(frozen=True)
 class GA(Strategy[State]):
     """A genetic algorithm with elitism.

@@ -17,6 +17,7 @@ from germline.strategies.settings import (
     check_choice,
     check_count,
     check_optimizer,
+    document_settings,
     is_portable,
     learning_rate_at,
     setting,
@@ -29,6 +30,7 @@ class State:
     moments: Moments
 
 
+@document_settings
 @dataclass(frozen=True)
 class Gradient(GradientStrategy[State]):
     """Gradient descent by backprop with any optimizer.

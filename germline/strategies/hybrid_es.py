@@ -28,7 +28,7 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import goodness, rank_members
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, GradientStrategy, StrategyKind, Wire
-from germline.strategies.settings import check_choice, check_count, check_number, check_rate, setting
+from germline.strategies.settings import check_choice, check_count, check_number, check_rate, document_settings, setting
 
 Variant = Literal["algorithm2", "assisted", "fixed", "gated"]
 Base = Literal["last", "slot", "mean"]
@@ -42,6 +42,7 @@ class State:
     scale: float = 1.0  # the factor of sigma, where it adapts
 
 
+@document_settings
 @dataclass(frozen=True)
 class HybridES(GradientStrategy[State]):
     """Backprop in every ``interval``-th step and random shifts of its gradient between.

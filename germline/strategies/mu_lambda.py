@@ -27,7 +27,15 @@ from germline.optim.optimizers import exponential
 from germline.optim.shaping import goodness, mean_finite, rank_members
 from germline.strategies.candidates import Candidates, describe_offspring
 from germline.strategies.protocol import GenerationResult, Strategy
-from germline.strategies.settings import check_choice, check_number, check_rate, low_rank_field, parse_ranks, setting
+from germline.strategies.settings import (
+    check_choice,
+    check_number,
+    check_rate,
+    document_settings,
+    low_rank_field,
+    parse_ranks,
+    setting,
+)
 
 STEP = 0.85  # the factor by which the 1/5 rule changes sigma
 HALVES = 16  # 16-bit halves whose bits are summed to one nearly normal number: the sum has variance 64
@@ -45,6 +53,7 @@ class State:
         return self.parents[0]
 
 
+@document_settings
 @dataclass(frozen=True)
 class MuLambda(Strategy[State]):
     """Evolution strategies with parents, children and recombination.

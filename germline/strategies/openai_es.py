@@ -27,6 +27,7 @@ from germline.strategies.settings import (
     check_optimizer,
     check_population,
     check_rate,
+    document_settings,
     is_elementwise,
     is_portable,
     learning_rate_at,
@@ -42,6 +43,7 @@ class State:
     moments: Moments
 
 
+@document_settings
 @dataclass(frozen=True)
 class OpenAIES(SummedStrategy[State]):
     """Evolution strategies with a fixed Gaussian-like search distribution and any optimizer.

@@ -30,6 +30,7 @@ from germline.strategies.settings import (
     check_number,
     check_optimizer,
     check_rate,
+    document_settings,
     is_portable,
     setting,
 )
@@ -57,6 +58,7 @@ class Selection(NamedTuple):
     best: tuple[int, float] | None  # the best member and its score, if it is better than theta
 
 
+@document_settings
 @dataclass(frozen=True)
 class PESGD(MemberStrategy[State]):
     """A population of models that train by gradient descent separately, and evolve together between epochs.

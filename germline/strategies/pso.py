@@ -27,7 +27,7 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import goodness, mean_finite
 from germline.strategies.candidates import Candidates, describe_offspring
 from germline.strategies.protocol import GenerationResult, Strategy
-from germline.strategies.settings import check_choice, check_number, check_rate, setting
+from germline.strategies.settings import check_choice, check_number, check_rate, document_settings, setting
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class State:
         return self.start if self.best is None else self.best
 
 
+@document_settings
 @dataclass(frozen=True)
 class PSO(Strategy[State]):
     """A particle swarm of whole networks; its State holds three arrays of the swarm's size.

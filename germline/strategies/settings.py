@@ -5,7 +5,7 @@ import types
 import typing
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from germline.noise import Field, Kind, low_rank_matrices
 from germline.optim.optimizers import SGD, Adam, Moments, Optimizer, TorchOptimizer
 from germline.optim.schedules import Schedule, Scheduled, value_at
 
+C = TypeVar("C")
+INVALID = "If a setting has a value that it cannot have."
 # torch optimizers that treat each parameter independently
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 
@@ -23,6 +25,16 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "
 def setting(default: Any, meaning: str) -> Any:
     """Declare a setting of a strategy: a dataclass field with its default and one line that says what it means."""
     return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+def document_settings(cls: type[C]) -> type[C]:
+    """Add the settings of a strategy, with their meanings, to its docstring: the decorator of a dataclass."""
+    meanings = {field.name: field.metadata.get("meaning", "") for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    arguments = "".join(f"        {name}: {meaning}.\n" for name, meaning in meanings.items())
+    cls.__doc__ = (
+        f"{(cls.__doc__ or '').rstrip()}\n\n    Args:\n{arguments}\n    Raises:\n        BadInput: {INVALID}\n    "
+    )
+    return cls
 
 
 def build_optimizer(strategy: Any) -> Optimizer:

@@ -25,7 +25,7 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import any_finite, shape_by_shard, utilities_by_rank
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, SummedStrategy
-from germline.strategies.settings import check_number, check_population, check_rate, setting
+from germline.strategies.settings import check_number, check_population, check_rate, document_settings, setting
 
 ONE = 1 << 20  # utilities are counted in units of 2^-20
 
@@ -36,6 +36,7 @@ class State:
     sigma: Tensor
 
 
+@document_settings
 @dataclass(frozen=True)
 class SNES(SummedStrategy[State]):
     """Separable natural evolution strategies: a mean and a step size for each parameter.
