@@ -20,10 +20,9 @@ from germline.engine.replay import verify
 from germline.fleet import Local
 from tests.nursery import make_recipe
 
-pytestmark = pytest.mark.slow
-
 GENERATIONS = 40
 SNAPSHOTS = [0, 7, 14, 21, 28, 35, 40]  # every 7 generations, and at the end
+FAST = "pesgd"  # the strategy whose runs are killed in the fast tests, too
 KILLS = {"openai-es": 50, "auto": 20, "gradient": 20} | dict.fromkeys(
     ("hybrid-es", "pesgd", "snes", "mu-lambda", "ga", "pso"), 10
 )
@@ -84,7 +83,9 @@ def check_replay(path: Path, strategy: str, expected: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
-@pytest.mark.parametrize("strategy", KILLS)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in KILLS]
+)
 def test_killed_and_resumed_runs_end_with_the_hash_of_an_undisturbed_run(
     nursery: Nursery, strategy: str, tmp_path: Path
 ) -> None:
