@@ -25,12 +25,9 @@ from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
 from germline.objective import Batch, Metric, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
-from germline.recipes.recipe import Recipe
-from germline.strategies.openai_es import OpenAIES
-from germline.strategies.protocol import AnyStrategy, GradientStrategy
-from germline.strategies.registry import class_path
+from germline.recipes import Recipe
+from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, pack, unpack
 from germline.strategies.settings import check_choice
-from germline.strategies.state import pack, unpack
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from germline.fleet import SPMD, Elastic, Fleet, Local
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
 from germline.recipes import RECIPES, Recipe, make_recipe
-from germline.strategies.registry import STRATEGIES
+from germline.strategies import STRATEGIES
 
 
 @command

@@ -16,7 +16,7 @@ from germline.machine import resident_memory
 from germline.noise import ADDRESS_LIMIT
 from germline.objective import Batch
 from germline.optim.shaping import utilities
-from germline.strategies.protocol import GenerationResult
+from germline.strategies import GenerationResult
 
 if TYPE_CHECKING:
     from germline.engine.session import Session

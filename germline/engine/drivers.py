@@ -25,7 +25,7 @@ from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import Batch, Batches, seeded_generators
 from germline.optim.optimizers import Moments
 from germline.population import Plan
-from germline.strategies.candidates import Candidates, UnsharedCandidates
+from germline.strategies import Candidates, UnsharedCandidates
 from germline.strategies.protocol import (
     AnyStrategy,
     GenerationInputs,

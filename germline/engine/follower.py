@@ -26,8 +26,7 @@ from germline.fleet.protocol import TrainedMember
 from germline.genome import theta_sha256
 from germline.objective import Batch
 from germline.population import Plan
-from germline.recipes import RECIPES
-from germline.recipes.recipe import Recipe
+from germline.recipes import RECIPES, Recipe
 from germline.strategies import AnyStrategy, GenerationResult, unpack
 
 NEVER = 1e9  # seconds of a record that a worker cannot fold

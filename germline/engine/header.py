@@ -14,9 +14,8 @@ from germline.errors import BadInput
 from germline.genome import frozen_sha256, theta_sha256
 from germline.machine import processor_name
 from germline.optim.schedules import Schedule
-from germline.recipes.recipe import Recipe
-from germline.strategies.protocol import AnyStrategy
-from germline.strategies.registry import STRATEGIES, class_path, is_built_in
+from germline.recipes import Recipe
+from germline.strategies import STRATEGIES, AnyStrategy, class_path, is_built_in
 from germline.version import __version__
 
 SCHEDULED = ("sigma", "lr", "lr_sigma", "inertia")  # settings that may be functions, whose values are in the records

@@ -26,8 +26,7 @@ from torch import Tensor
 from germline import noise
 from germline.errors import BadInput, MachineError
 from germline.genome import theta_sha256
-from germline.strategies.protocol import GenerationResult
-from germline.strategies.state import pack, unpack
+from germline.strategies import GenerationResult, pack, unpack
 
 FORMAT = 2  # of the journal
 SCHEMA = """

@@ -20,8 +20,8 @@ from germline.fleet.protocol import Fleet
 from germline.genome import Genome, frozen_sha256
 from germline.objective import Batches, Data, Objective
 from germline.population import Plan
-from germline.recipes.recipe import Recipe
-from germline.strategies.protocol import AnyStrategy, GradientStrategy
+from germline.recipes import Recipe
+from germline.strategies import AnyStrategy, GradientStrategy
 
 
 def set_up(recipe: Recipe, fleet: Fleet, seed: int) -> Session:

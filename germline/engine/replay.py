@@ -6,7 +6,7 @@ from germline.engine.journal import PROBE, Journal, Record, content_sha256
 from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.genome import theta_sha256
-from germline.strategies.state import pack
+from germline.strategies import pack
 
 
 def replay(session: Session, until: int | None = None, *, from_start: bool = False) -> None:

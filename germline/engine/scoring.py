@@ -35,8 +35,7 @@ from germline.population import (
     score_first_members,
     single_threaded_torch,
 )
-from germline.strategies.candidates import Candidates
-from germline.strategies.protocol import AnyStrategy, GenerationInputs
+from germline.strategies import AnyStrategy, Candidates, GenerationInputs
 
 CHECK_EVERY = 100  # generations between checks of sampled members
 SAMPLED = 3  # members of such a check

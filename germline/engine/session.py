@@ -27,8 +27,8 @@ from germline.machine import peak_memory
 from germline.noise import Field
 from germline.objective import Batch, Batches, Data, Objective
 from germline.population import DType, Plan, refresh_statistics, single_threaded_torch
-from germline.recipes.recipe import Recipe
-from germline.strategies.protocol import AnyStrategy, GenerationResult
+from germline.recipes import Recipe
+from germline.strategies import AnyStrategy, GenerationResult
 from germline.strategies.registry import check_state, check_strategy
 
 REMEMBERED, RECENT = 4096, 256  # generations that are kept in memory, and of these the last ones without a gap

@@ -17,7 +17,6 @@ from germline.optim.optimizers import SGD, Adam, Moments, Optimizer, TorchOptimi
 from germline.optim.schedules import Schedule, Scheduled, value_at
 
 C = TypeVar("C")
-INVALID = "If a setting has a value that it cannot have."
 # torch optimizers that treat each parameter independently
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 
@@ -29,11 +28,10 @@ def setting(default: Any, meaning: str) -> Any:
 
 def document_settings(cls: type[C]) -> type[C]:
     """Add the settings of a strategy, with their meanings, to its docstring: the decorator of a dataclass."""
-    meanings = {field.name: field.metadata.get("meaning", "") for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    arguments = "".join(f"        {name}: {meaning}.\n" for name, meaning in meanings.items())
-    cls.__doc__ = (
-        f"{(cls.__doc__ or '').rstrip()}\n\n    Args:\n{arguments}\n    Raises:\n        BadInput: {INVALID}\n    "
-    )
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    lines = ["", "    Args:", *(f"        {field.name}: {field.metadata.get('meaning', '')}." for field in fields)]
+    lines += ["", "    Raises:", "        BadInput: If a setting has a value that it cannot have.", "    "]
+    cls.__doc__ = "\n".join([(cls.__doc__ or "").rstrip(), *lines])
     return cls
 
 
