@@ -25,10 +25,8 @@ def test_the_memory_of_a_gpu_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch)
     assert asked == [device] * 3
 
 
-def test_the_memory_of_this_process_grows_with_an_array() -> None:
-    before, size = resident_memory(), 1 << 27
-    array = torch.ones(size // 4)
-    assert resident_memory() - before > 0.9 * size
-    assert peak_memory(torch.device("cpu")) >= array.nbytes
+def test_the_memory_of_this_process_holds_its_arrays() -> None:
+    array = torch.ones(1 << 25)  # 128 MB, all of it written
+    assert peak_memory(torch.device("cpu")) >= resident_memory() - (1 << 20) >= array.nbytes
     assert available_memory(torch.device("cpu")) > 0
     assert processor_name()
