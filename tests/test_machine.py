@@ -27,6 +27,7 @@ def test_the_memory_of_a_gpu_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_memory_of_this_process_holds_its_arrays() -> None:
     array = torch.ones(1 << 25)  # 128 MB, all of it written
-    assert peak_memory(torch.device("cpu")) >= resident_memory() - (1 << 20) >= array.nbytes
+    assert resident_memory() >= array.nbytes
+    assert peak_memory(torch.device("cpu")) >= array.nbytes
     assert available_memory(torch.device("cpu")) > 0
     assert processor_name()
