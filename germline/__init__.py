@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from germline.api import Result, Search, train
 from germline.errors import BadInput
-from germline.fleet import SPMD, Elastic, Local
+from germline.fleet import SPMD, Dask, Elastic, Local, Ray
 from germline.objective import accuracy
 from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
@@ -23,12 +23,14 @@ __all__ = [
     "SNES",
     "SPMD",
     "BadInput",
+    "Dask",
     "Elastic",
     "Gradient",
     "HybridES",
     "Local",
     "MuLambda",
     "OpenAIES",
+    "Ray",
     "Recipe",
     "Result",
     "Schedule",

@@ -249,6 +249,8 @@ class Search:
             strategy = fleet.adapt(strategy)
             fleet.check(strategy)
             self._session = Session.create(model, strategy, goal, fleet, seed, dtype=dtype, dropout=dropout)
+        made = Recipe(model, loss=loss, score=score, objective=objective, maximize=maximize, strategy=strategy)
+        self._session.recipe = made  # for workers that were given none
         self._shapes: Any = ()  # of the inputs on which the module was last tried
         self._has_joined = False
 
@@ -285,11 +287,12 @@ class Search:
         if is_first:
             self._join()
         group.announce(0.0, False, hash_batch(given) if group.size > 1 else "")
+        if is_first:
+            opening.admit_workers(session, build_header(session, {}), given)
         if session.strategy.needs_probe:
             result = probe_sigma(session, given)
             apply_probe(session, Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": (0, 0)}))
         if is_first:
-            opening.admit_workers(session, build_header(session, {}), given)
             session.share_update()
         result = session.evaluate(session.generation, given)
         session.advance(result)

@@ -7,8 +7,7 @@ import numpy as np
 
 from germline.engine.follower import Follower
 from germline.fleet import Local
-from germline.fleet.cluster.messages import Head, Message
-from germline.recipes.recipe import Recipe
+from germline.fleet.cluster.backend import Head, Message
 
 HONEST_ANSWERS = 4  # that a rogue gives first
 
@@ -16,8 +15,8 @@ HONEST_ANSWERS = 4  # that a rogue gives first
 class Rogue(Follower):
     """A worker that gives honest answers at first, and then wrong ones."""
 
-    def __init__(self, recipe: Recipe, fault: str) -> None:
-        super().__init__(lambda settings, seed: recipe, Local("cpu", 1))
+    def __init__(self, fleet: Local, fault: str) -> None:
+        super().__init__(fleet)
         self.fault, self.count = fault, 0
 
     def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
@@ -35,8 +34,7 @@ class Rogue(Follower):
         if self.fault == "old":
             return Message(about | {"job": about["job"] - 1}, [scores])
         if self.fault == "astray":  # it has other weights, and does not know
-            session = self.session
-            session.state = replace(session.state, theta=session.state.theta + 1.0)
+            self.asked = replace(self.asked, theta=self.asked.theta + 1.0)
             return super().compute(head, arrays)
         if self.fault == "odd":
             return Message(about | {"chunk": [1], "seconds": float("nan"), "first": -(10**400), "last": "x"}, [scores])

@@ -81,7 +81,9 @@ class MachineOptions(DataOptions):
 class FleetOptions:
     """The fleet that evaluates the members."""
 
-    fleet: Annotated[str, Option(help="local, elastic, or spmd (by torchrun, srun, mpirun or --workers)")] = "local"
+    fleet: Annotated[str, Option(help="local, spmd (by torchrun, srun, mpirun or --workers), elastic, dask or ray")] = (
+        "local"
+    )
     workers: Annotated[
         int | None, Option(help="number of threads that share the members; of a fleet, of processes here")
     ] = None
@@ -89,6 +91,10 @@ class FleetOptions:
         "auto"
     )
     timeout: Annotated[float, Option(help="seconds until a silent rank of an spmd fleet is given up")] = TIMEOUT
+    address: Annotated[
+        str | None, Option(metavar="HOST:PORT", help="address of the running cluster, for --fleet dask or ray")
+    ] = None
+    keys: KeysDir = None
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The commands of a cluster: serve, worker and keys."""
 
+import os
+import socket
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +13,11 @@ from germline.cli.app import app, command
 from germline.cli.status import Status
 from germline.cli.training import command_line, run_to_end
 from germline.engine import opening
-from germline.engine.follower import Follower
 from germline.engine.journal import Journal
 from germline.fleet import Elastic, Local
 from germline.fleet.cluster.keys import add_machine, create_authority
-from germline.fleet.cluster.worker import run_worker
-from germline.recipes import make_recipe
-from germline.strategies import find_strategy
+from germline.fleet.cluster.processes import run_worker
+from germline.fleet.cluster.worker import Responder
 
 keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of an elastic fleet.")
 app.add_typer(keys_app, name="keys")
@@ -73,9 +72,10 @@ def worker(
 ) -> None:
     """Work for the coordinator of an elastic fleet, until its run has ended."""
     data.apply()
-    given = find_strategy(strategy)() if strategy is not None else None
-    follower = Follower(partial(make_recipe, recipe), Local(device, threads), recipe, given)
-    run_worker(coordinator, follower, name=name, keys=keys)
+    default = keys.resolve().name if keys is not None else socket.gethostname()
+    outside = strategy if strategy is not None and ":" in strategy else None
+    responder = Responder(name or f"{default}-{os.getpid()}", recipe, outside, Local(device, threads))
+    run_worker(coordinator, responder, keys=keys)
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to create")]) -> None:

@@ -15,8 +15,8 @@ from germline.engine.history import Row
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
 from germline.errors import BadInput
-from germline.fleet import Elastic
-from germline.fleet.cluster.messages import parse_address
+from germline.fleet import Cluster
+from germline.fleet.cluster.processes import parse_address
 
 POINTS = 500  # of a curve
 PAGE = resources.files("germline.cli").joinpath("status.html").read_text(encoding="utf-8")
@@ -33,7 +33,7 @@ class Status:
 
     can_wait = True  # several generations may be reported together, a moment later
 
-    def __init__(self, fleet: Elastic, recipe: str, stop: Stop) -> None:
+    def __init__(self, fleet: Cluster, recipe: str, stop: Stop) -> None:
         self.fleet, self.recipe, self.stop = fleet, recipe, stop
         self.session: Session | None = None
         self.server: ThreadingHTTPServer | None = None
@@ -59,14 +59,14 @@ class Status:
             "recipe": self.recipe,
             "strategy": session.strategy.name if session is not None else "",
             "run": str(session.path) if session is not None else "",
-            "address": fleet.hub.address,
+            "address": fleet.backend.address,
             "generation": generation,
             "generations_per_second": self.rate(),
             "numbers": numbers,
             "metrics": metrics,
             "curve": [{key: row[key] for key in ("generation", "best", "mean")} for row in rows[::step]],
             "workers": fleet.describe_workers(),
-            "turned_away": fleet.hub.refusals[-5:],
+            "turned_away": fleet.admission.refusals[-5:],
         }
 
     def rate(self) -> float:

@@ -22,7 +22,7 @@ from germline.engine.journal import Journal
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
 from germline.errors import BadInput, unknown_name
-from germline.fleet import SPMD, Elastic, Fleet, Local
+from germline.fleet import SPMD, Dask, Elastic, Fleet, Local, Ray
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
 from germline.recipes import RECIPES, Recipe, make_recipe
@@ -147,8 +147,14 @@ def build_fleet(chosen: options.FleetOptions, device: str, recipe: str | None, s
     if chosen.fleet == "elastic":
         outside = strategy if strategy is not None and ":" in strategy else None
         return Elastic(device=device, workers=chosen.workers or 2, recipe=recipe, strategy=outside)
+    if chosen.fleet in ("dask", "ray"):
+        if chosen.address is None:
+            raise BadInput(f"Say where the cluster is, with --address HOST:PORT, for --fleet {chosen.fleet}.")
+        if chosen.fleet == "dask":
+            return Dask(chosen.address, keys=chosen.keys, device=device)
+        return Ray(chosen.address, device=device)
     if chosen.fleet != "spmd":
-        raise unknown_name("fleet", chosen.fleet, ("local", "spmd", "elastic"))
+        raise unknown_name("fleet", chosen.fleet, ("local", "spmd", "elastic", "dask", "ray"))
     if chosen.workers is not None and chosen.workers > 1 and find_launch().by == "none":
         raise typer.Exit(run_ranks([sys.executable, "-m", "germline", *sys.argv[1:]], chosen.workers))
     return SPMD(cast(Exchange, chosen.exchange), device=device, timeout=chosen.timeout)

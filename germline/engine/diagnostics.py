@@ -16,7 +16,7 @@ from germline.machine import resident_memory
 from germline.noise import ADDRESS_LIMIT
 from germline.objective import Batch
 from germline.optim.shaping import utilities
-from germline.strategies import GenerationResult
+from germline.strategies import GenerationInputs, GenerationResult
 
 if TYPE_CHECKING:
     from germline.engine.session import Session
@@ -32,8 +32,10 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
     agreements, all_scores = [], []
     for i, sigma in enumerate(SIGMAS):
         address = ADDRESS_LIMIT - 1 - i  # generations that no run reaches
-        candidates = strategy.ask(session.state, session.noise, address, {"sigma": sigma})
-        scores = session.fleet.score(evaluator, candidates, strategy.population, batch)
+        values = {"sigma": sigma}
+        candidates = strategy.ask(session.state, session.noise, address, values)
+        inputs = GenerationInputs(strategy, session.state, "0", address, values, 0, given_batch=session.given_batch)
+        scores = session.fleet.score(evaluator, candidates, strategy.population, batch, inputs)
         all_scores.append(scores)
         agreements.append((measure_agreement(session, scores, half, address), sigma))
     return GenerationResult(PROBE, np.concatenate(all_scores), {"sigma": max(agreements)[1]})

@@ -146,7 +146,8 @@ class Differentiate(Driver):
             assert result.gradient is not None
             state = strategy.with_gradient(state, result.gradient, generation, maximize=scorer.objective.maximize)
         dev_batch = self._dev_batch(session, generation)
-        inputs = replace(make_inputs(session, generation, values, state), on_dev=dev_batch is not None)
+        inputs = make_inputs(session, generation, values, state)
+        inputs = replace(inputs, on_dev=dev_batch is not None, gradient=result.gradient)
         scored_on = batch if dev_batch is None else dev_batch
         candidates = strategy.ask(state, session.noise, generation, values)
         scores = scorer.score(session.fleet, strategy, candidates, scored_on, inputs)
@@ -224,8 +225,9 @@ class TrainMembers(Driver):
 
         inputs = make_inputs(session, generation, values)
         trained, scores = share.train(work, session.scorer.device, inputs)
-        members, moments = [member.theta for member in trained], [member.moments for member in trained]
-        session.state = strategy.after_training(state, members, moments)
+        if trained:  # otherwise they are elsewhere
+            members, moments = [member.theta for member in trained], [member.moments for member in trained]
+            session.state = strategy.after_training(state, members, moments)
         return GenerationResult(generation, scores, values)
 
     def _share(self, session: "Session") -> MemberShare:

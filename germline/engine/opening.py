@@ -80,8 +80,8 @@ def start(
         lambda: Journal.create(path, header, session.state) if group.owns_journal else None
     )
     session.path = Path(group.broadcast(str(path)))
-    choose_sigma(session)
     admit_workers(session, header)
+    choose_sigma(session)
     session.share_update()
     return session
 
@@ -132,9 +132,9 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     if session.strategy.needs_probe and sigma is not None:
         session.strategy = session.strategy.with_settings(sigma=sigma)
     session.state = group.broadcast_state(session.state)
-    choose_sigma(session)
     if session.journal is not None:
         admit_workers(session, session.journal.header)
+    choose_sigma(session)
     session.share_update()
     return session
 
@@ -209,7 +209,7 @@ def admit_workers(session: Session, header: Mapping[str, Any], batch: Any = None
     """Let workers of a cluster in: they begin with what the journal says, and with what has been chosen since."""
     chosen = {"settings": describe_settings(session.strategy), "plan": asdict(session.scorer.chosen_plan)}
     first = batch if batch is not None else session.batch(0)
-    session.fleet.admit({**header, **chosen}, lambda: session.score_sample(first), batch)
+    session.fleet.admit({**header, **chosen}, lambda: session.score_sample(first), batch, session.recipe)
 
 
 def run_facts(session: Session, header: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from germline.noise import Field
 from germline.objective import Batch
 from germline.optim.optimizers import Moments
 from germline.population import Evaluator
+from germline.recipes import Recipe
 from germline.strategies import AnyStrategy, Candidates, GenerationInputs, GenerationResult, MemberStrategy, Wire
 
 T = TypeVar("T")
@@ -118,7 +119,7 @@ class MemberShare(Protocol):
 
 
 class Fleet(Protocol):
-    """The processes that evaluate the members of a run. ``Local``, ``SPMD`` and ``Elastic`` are the three fleets."""
+    """The processes that evaluate the members of a run. ``Local``, ``SPMD`` and clusters are fleets."""
 
     sends_weights: bool = False  # whether all processes begin with the weights of one
 
@@ -150,7 +151,9 @@ class Fleet(Protocol):
         """Forget what was known of another run."""
         return
 
-    def admit(self, header: Mapping[str, Any], sample: Sample, batch: Batch | None = None) -> None:
+    def admit(
+        self, header: Mapping[str, Any], sample: Sample, batch: Batch | None = None, recipe: Recipe | None = None
+    ) -> None:
         """Let workers in that have the same recipe and compute the same scores for a sample of members."""
         return
 

@@ -34,6 +34,9 @@ def recipe_address(name: str) -> str:
     return str(Path(name).resolve()) if name.endswith(".py") else name
 
 
+FILE_MODULE = "germline_recipe_"  # how the names of modules begin that were imported from a file
+
+
 def find_recipe(name: str) -> Maker:
     """Return the function that makes a recipe.
 
@@ -65,7 +68,7 @@ def find_recipe(name: str) -> Maker:
 
 def import_file(file: Path) -> ModuleType:
     """Import a file under a name that no other module has."""
-    name = f"germline_recipe_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    name = f"{FILE_MODULE}{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -55,6 +55,7 @@ class GenerationInputs:
         batch: The generation whose batch the members are scored on.
         on_dev: Whether that batch is one of the dev set.
         given_batch: The batch itself, where it comes from the caller and not from a data set that others have.
+        gradient: The gradient that the State includes, if it includes that of this generation.
     """
 
     strategy: "Strategy[Any]"
@@ -65,6 +66,7 @@ class GenerationInputs:
     batch: int
     on_dev: bool = False
     given_batch: Any = None
+    gradient: Tensor | None = None
 
 
 class Strategy(Protocol[S]):

@@ -1,93 +1,203 @@
-"""The workers of a cluster, and the State that each of them has.
+"""The workers of a cluster, and what each of them knows of the run.
 
 A worker follows the run by its records, from which it makes the State itself, or is sent what candidates are made of,
 whichever its measured rates make cheaper.
 """
 
 import hashlib
-from collections.abc import Mapping
+import json
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from germline.fleet.cluster.hub import Hub, RemoteWorker
-from germline.fleet.cluster.messages import encode_state
-from germline.strategies import AnyStrategy, GenerationInputs, GenerationResult, pack
+from germline.fleet.cluster.backend import Backend, Head, Message, count_bytes, print_status
+from germline.fleet.cluster.messages import encode_gradient, encode_state
+from germline.strategies import AnyStrategy, GenerationInputs, GenerationResult, GradientStrategy, pack
 from germline.strategies.state import ask_tensors
 
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
+RECENT = 0.3  # weight of the latest measurement of a worker's speed
+LONGEST = 1e6  # seconds that any work may take
+
+
+@dataclass(eq=False)
+class RemoteWorker:
+    """A worker as the coordinator knows it.
+
+    Attributes:
+        address: How the backend calls it.
+        about: What it has said about its machine.
+        bandwidth: Measured bytes per second.
+        version: The version of the State that it has; None before it has any.
+        has_whole_state: Whether that is all of a State, so that it can follow by records.
+        tell_seconds: Seconds that a record takes it.
+        rates: Pieces per second, by kind of work.
+        pieces: Pieces that it has done.
+        checked: The generation in which its answers were last checked.
+        last_useful: The generation in which an answer was last used.
+        batch: The number of the batch that it was sent last, where batches are sent.
+        strikes: How often in a row it had other weights than it was sent.
+        pending: The calls whose answers are awaited, by job and chunk.
+        sent: Bytes to it.
+        received: Bytes from it.
+        last_heard: When it last answered.
+        asked: When it was last asked something before it was let in, and how long the answers took.
+    """
+
+    address: str
+    about: Head = field(default_factory=dict)
+    bandwidth: float = 0.0
+    version: str | None = None
+    has_whole_state: bool = False
+    tell_seconds: float = 0.0
+    rates: dict[str, float] = field(default_factory=dict)
+    pieces: int = 0
+    checked: int = -1
+    last_useful: int = 0
+    batch: int = -1
+    busy_seconds: float = 0.0
+    answers: int = 0
+    strikes: int = 0
+    pending: dict[tuple[int, int], int] = field(default_factory=dict)
+    sent: int = 0
+    received: int = 0
+    last_heard: float = field(default_factory=time.monotonic)
+    asked: float = 0.0
+    delays: list[float] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return str(self.about.get("name", self.address))
+
+    @property
+    def rate(self) -> float:
+        return sum(self.rates.values())
+
+    def is_useful(self, generation: int) -> bool:
+        """Return whether an answer was used in the last generations."""
+        return generation - self.last_useful <= 2
+
+    def describe(self, generation: int, timeout: float) -> str:
+        """Return the state of the worker in a few words."""
+        if self.pending and time.monotonic() - self.last_heard > timeout / 2:
+            return "silent"
+        if not self.is_useful(generation):
+            return "too slow to be of use" if any(self.rates.values()) else "new"
+        return "follows by records" if self.has_whole_state else "is sent weights"
+
+    def measure(self, kind: str, pieces: int, seconds: Any, waited: float = 0.0) -> None:
+        """Take in the speed of an answer, with the time of its way and of what the worker had to do before."""
+        if isinstance(seconds, int | float) and 0 < seconds < LONGEST:
+            self.busy_seconds += seconds
+            self.answers += 1
+            rate, before = pieces / max(seconds, waited, 1e-6), self.rates.get(kind)
+            self.rates[kind] = rate if before is None else before + RECENT * (rate - before)
 
 
 @dataclass
 class Crew:
-    """All workers, and the records that those that are behind may still need."""
+    """All workers that have been let in, and what those that are behind may still need."""
 
-    hub: Hub
-    workers: dict[int, RemoteWorker] = field(default_factory=dict)
-    records: dict[int, GenerationResult] = field(default_factory=dict)
+    backend: Backend
+    say: Callable[[str], None] = print_status
+    past_bytes: tuple[int, int] = (0, 0)  # to and from workers that are gone
+    workers: dict[str, RemoteWorker] = field(default_factory=dict)
+    records: dict[int, Message] = field(default_factory=dict)
     record_bytes: int = 0
+    prepared: tuple[str, Message | None] = ("", None)  # the latest State or gradient, which several workers need
 
     def forget_run(self) -> None:
-        """Forget the records of a run; its workers connect again, for the next run."""
-        self.records, self.record_bytes = {}, 0
-        for worker in self.workers.values():
-            self.hub.disconnect(worker)
+        """Forget the records of a run, and who was let in."""
+        self.workers, self.records, self.record_bytes, self.prepared = {}, {}, 0, ("", None)
+
+    def send(self, worker: RemoteWorker, message: Message) -> int:
+        """Send a message to a worker; return the number of the call."""
+        worker.sent += count_bytes(message, len(json.dumps(message.head)))
+        return self.backend.submit(worker.address, message)
 
     def record(self, strategy: AnyStrategy, state: Any, result: GenerationResult, job: int) -> None:
         """Keep a result, and send it to the workers that follow by records and are up to date."""
-        self.records[result.generation] = result
-        self.record_bytes += result.scores.nbytes
-        while self.record_bytes > RECORD_BYTES:
-            self.record_bytes -= self.records.pop(min(self.records)).scores.nbytes
+        message = self.records[result.generation] = encode_record(strategy, result)
+        self.record_bytes += count_bytes(message)
+        while self.record_bytes > RECORD_BYTES and len(self.records) > 1:
+            self.record_bytes -= count_bytes(self.records.pop(min(self.records)))
         for worker in self.workers.values():
             is_behind = any(number < job for number, _ in worker.pending)  # it is told when it has caught up
-            if is_behind or not worker.has_whole_state or worker.version != str(result.generation):
-                continue
-            if self.should_follow(worker, strategy, state, result):
+            is_current = worker.version is not None and worker.version.rstrip("+") == str(result.generation)
+            if is_current and not is_behind and worker.has_whole_state and self.should_follow(worker, strategy, state):
                 self.send_records(worker, result.generation, result.generation + 1)
 
-    def should_follow(self, worker: RemoteWorker, strategy: AnyStrategy, state: Any, result: GenerationResult) -> bool:
-        """Return whether records are cheaper for a worker than what candidates are made of."""
-        bandwidth = worker.bandwidth
-        weights = count_bytes(ask_tensors(strategy.ask_arrays, state))
-        return result.scores.nbytes / bandwidth + worker.tell_seconds < weights / bandwidth
+    def should_follow(self, worker: RemoteWorker, strategy: AnyStrategy, state: Any) -> bool:
+        """Return whether records are cheaper for a worker than what candidates are made of.
+
+        A gradient does not count, because weights are as large.
+        """
+        weights, scores = count_tensor_bytes(ask_tensors(strategy.ask_arrays, state)), 4 * strategy.population
+        return scores / worker.bandwidth + worker.tell_seconds < weights / worker.bandwidth
 
     def send_records(self, worker: RemoteWorker, first: int, last: int) -> None:
-        """Send the records of generations first to last - 1 to a worker."""
-        results = [self.records[generation] for generation in range(first, last)]
-        head = {"op": "tell", "records": [[result.generation, dict(result.values)] for result in results]}
-        self.hub.send(worker, head, [result.scores.tobytes() for result in results])
-        worker.version = str(last)
+        """Send the records of generations first to last - 1 to a worker; a gradient that it has is not sent again."""
+        for generation in range(first, last):
+            head, arrays = self.records[generation]
+            has_gradient = worker.version == f"{generation}+"
+            self.send(worker, Message(head | {"wire": None}, arrays[:1]) if has_gradient else Message(head, arrays))
+            worker.version = str(generation + 1)
 
     def bring_up_to_date(self, worker: RemoteWorker, inputs: GenerationInputs, generation: int) -> None:
         """Send a worker what it needs to make the candidates of a generation: records, or arrays of the State."""
         if worker.version == inputs.version:
             return
-        strategy, state, bandwidth = inputs.strategy, inputs.state, worker.bandwidth
-        asked = ask_tensors(strategy.ask_arrays, state)
-        latest = self.records.get(generation - 1)
-        is_whole = latest is not None and self.should_follow(worker, strategy, state, latest)
-        known = worker.version if worker.has_whole_state and worker.version is not None else ""
-        if known.isdigit() and inputs.version.isdigit() and strategy.kind == "evolve":
-            missing = range(int(known), int(inputs.version))
-            if missing and all(number in self.records for number in missing):
-                width = self.records[missing[0]].scores.nbytes
-                by_records = len(missing) * (width / bandwidth + worker.tell_seconds)
-                by_weights = count_bytes(pack(state)[1] if is_whole else asked) / bandwidth
-                if by_records < by_weights:
-                    self.send_records(worker, missing.start, missing.stop)
-                    return
-        tree, layout, contents = encode_state(state)
-        if not is_whole:
-            chosen = [(about, content) for about, content in zip(layout, contents, strict=True) if about[0] in asked]
-            layout, contents = [about for about, _ in chosen], [content for _, content in chosen]
-        head = {"op": "state", "version": inputs.version, "tree": tree, "whole": is_whole, "layout": layout}
-        head |= {"sha256": hashlib.sha256(b"".join(contents)).hexdigest()}
-        self.hub.send(worker, head, contents)
+        strategy, state = inputs.strategy, inputs.state
+        is_whole = self.should_follow(worker, strategy, state)
+        if worker.has_whole_state and is_whole and worker.version is not None:
+            missing = range(int(worker.version.rstrip("+")), generation)
+            by_records = len(missing) * worker.tell_seconds
+            by_records += sum(count_bytes(self.records[g]) for g in missing if g in self.records) / worker.bandwidth
+            by_weights = count_tensor_bytes(pack(state)[1]) / worker.bandwidth
+            if all(g in self.records for g in missing) and (not missing or by_records < by_weights):
+                self.send_records(worker, missing.start, missing.stop)
+                if worker.version != inputs.version:
+                    self._send_gradient(worker, inputs, generation)
+                return
+        self._send_state(worker, inputs, is_whole=is_whole and inputs.gradient is None)
+
+    def _send_gradient(self, worker: RemoteWorker, inputs: GenerationInputs, generation: int) -> None:
+        assert inputs.gradient is not None
+        if self.prepared[0] != f"gradient {inputs.version}":
+            wire, content = encode_gradient(inputs.gradient, cast(GradientStrategy[Any], inputs.strategy).wire)
+            head = {"op": "gradient", "generation": generation, "wire": wire}
+            self.prepared = f"gradient {inputs.version}", Message(head, [content])
+        self.send(worker, cast(Message, self.prepared[1]))
+        worker.version = inputs.version
+
+    def _send_state(self, worker: RemoteWorker, inputs: GenerationInputs, *, is_whole: bool) -> None:
+        name = f"{'State' if is_whole else 'weights'} {inputs.version}"
+        if self.prepared[0] != name:
+            tree, layout, contents = encode_state(inputs.state)
+            if not is_whole:
+                asked = ask_tensors(inputs.strategy.ask_arrays, inputs.state)
+                chosen = [pair for pair in zip(layout, contents, strict=True) if pair[0][0] in asked]
+                layout, contents = [about for about, _ in chosen], [content for _, content in chosen]
+            head = {"op": "state", "version": inputs.version, "tree": tree, "whole": is_whole, "layout": layout}
+            head |= {"sha256": hashlib.sha256(b"".join(contents)).hexdigest()}
+            self.prepared = name, Message(head, contents)
+        self.send(worker, cast(Message, self.prepared[1]))
         worker.version, worker.has_whole_state = inputs.version, is_whole
 
 
-def count_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
+def encode_record(strategy: AnyStrategy, result: GenerationResult) -> Message:
+    """Return the result of a generation as a message: its scores, and its gradient if it has one."""
+    head = {"op": "tell", "generation": result.generation, "values": dict(result.values), "wire": None}
+    arrays = [result.scores.tobytes()]
+    if result.gradient is not None:
+        head["wire"], content = encode_gradient(result.gradient, cast(GradientStrategy[Any], strategy).wire)
+        arrays.append(content)
+    return Message(head, arrays)
+
+
+def count_tensor_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
     """Return the bytes of some arrays."""
     return sum(array.nbytes for array in arrays.values())

@@ -1,5 +1,6 @@
 """Jobs of a cluster: work that is cut into pieces, scheduled on workers, checked, and put together in order."""
 
+import json
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.hub import Hub, RemoteWorker
-from germline.fleet.cluster.messages import Head, Message, checksum, encode_batch, fields_to_check
+from germline.errors import BadInput
+from germline.fleet.cluster.admission import TOLERANCE, Admission, are_close
+from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes
+from germline.fleet.cluster.crew import Crew, RemoteWorker
+from germline.fleet.cluster.messages import checksum, encode_batch, fields_to_check
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
 from germline.fleet.gradients import Scores
 from germline.genome import theta_sha256
@@ -19,8 +22,6 @@ from germline.population import Plan
 from germline.strategies import GenerationInputs
 
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are checked again
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
-FAR = 50.0  # times the tolerance, for single members
 KINDS = ("scores", "gradient", "train")
 TICK = 0.02  # seconds between looks at which workers are late
 STRIKES = 6  # answers in a row that a worker may compute with other weights
@@ -44,8 +45,6 @@ class Job:
         compute: Computes the same in this process.
         numbers: Returns the numbers of an answer by which it is checked, piece by piece.
         plan: How members are evaluated; None where they are not.
-        arrays: Returns what workers need for some pieces, in addition to the State.
-        is_sampled: Whether one piece is so cheap that it may be computed again as a check.
     """
 
     kind: str
@@ -55,9 +54,8 @@ class Job:
     compute: Callable[[int, int], Any]
     numbers: Callable[[Any], Scores]
     plan: Plan | None = None
-    arrays: Callable[[int, int], list[bytes]] = lambda first, last: []
-    is_sampled: bool = True
     answers: dict[int, Any] = field(default_factory=dict)  # by first piece
+    is_sampled = True  # whether one piece is so cheap that it may be computed again as a check
 
     @property
     def generation(self) -> int:
@@ -83,27 +81,47 @@ class Job:
         head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
         return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": self.checked_fields}
 
+    def prepare(self, crew: Crew, worker: RemoteWorker, chunk: Chunk) -> Message:
+        """Send a worker what it needs for a chunk; return the message about the chunk itself."""
+        crew.bring_up_to_date(worker, self.inputs, self.generation)
+        if self.inputs.given_batch is not None and worker.batch != self.inputs.batch:
+            crew.send(worker, encode_batch(self.inputs.given_batch, self.inputs.batch))
+            worker.batch = self.inputs.batch
+        return Message(self.head)
+
+    def has_same_weights(self, head: Head, chunk: Chunk) -> bool:
+        """Return whether an answer was computed with the right weights, as far as it says."""
+        return head.get("checksum") == self.checksum and ("theta" not in head or head["theta"] == self.theta)
+
+    def forget_weights(self, worker: RemoteWorker) -> None:
+        """Have a worker be sent its weights anew."""
+        worker.version, worker.has_whole_state = None, False
+
+    def take(self, worker: RemoteWorker, chunk: Chunk, answer: Any) -> None:
+        """Keep an answer that is right."""
+        self.answers[chunk.first] = answer
+
 
 @dataclass
 class Coordinator:
     """Runs jobs on the workers that are there.
 
     Attributes:
-        run: The name of the run that workers must have joined for; None before there is one.
+        is_open: Whether workers may join; before that, this process does all work itself.
         generation: The generation of the present job.
         job_number: The number of the present job.
         scheduler: The pieces of the present job.
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
-    hub: Hub
+    backend: Backend
     crew: Crew
+    admission: Admission
     check_processes: Callable[[], None]
-    run: str | None = None
+    is_open: bool = False
     generation: int = 0
     job_number: int = 0
     scheduler: ChunkScheduler = field(default_factory=lambda: ChunkScheduler(0, {}))
-    past_bytes: tuple[int, int] = (0, 0)  # of connections that have ended
     last_note: float = 0.0
 
     def run_job(self, job: Job) -> list[Any]:
@@ -112,8 +130,8 @@ class Coordinator:
         self.take_events(0.0)
         for worker in self.crew.workers.values():
             if self.generation - worker.last_useful > FORGIVEN:  # it was too slow, and may not be any more
-                worker.last_useful, worker.rates, worker.pending = self.generation, {}, set()
-        rates = {number: worker.rates.get(job.kind, 0.0) for number, worker in self.crew.workers.items()}
+                worker.last_useful, worker.rates, worker.pending = self.generation, {}, {}
+        rates = {address: worker.rates.get(job.kind, 0.0) for address, worker in self.crew.workers.items()}
         scheduler = self.scheduler = ChunkScheduler(job.pieces, rates)
         while not scheduler.is_finished:
             self._send_chunks(job)
@@ -126,36 +144,39 @@ class Coordinator:
                     scheduler.return_chunk(chunk.number, time.monotonic())
                     continue
                 scheduler.complete(chunk.number, time.monotonic())
-                job.answers[chunk.first] = answer
+                job.take(worker, chunk, answer)
                 worker.pieces += chunk.size
                 worker.strikes, worker.last_useful = 0, self.generation
-                scheduler.rates[worker.number] = worker.rates.get(job.kind, 0.0)
+                scheduler.rates[worker.address] = worker.rates.get(job.kind, 0.0)
+        self._cancel_rest()
         return [job.answers[first] for first in sorted(job.answers)]
 
     def _send_chunks(self, job: Job) -> None:
         """Send every worker that has fewer than two chunks its next one."""
-        inputs, head = job.inputs, job.head | {"job": self.job_number}
-        for number, worker in list(self.crew.workers.items()):
+        for address, worker in list(self.crew.workers.items()):
             while len(worker.pending) < CHUNKS_PER_WORKER:
-                chunk = self.scheduler.next_chunk(number, time.monotonic())
+                chunk = self.scheduler.next_chunk(address, time.monotonic())
                 if chunk is None:
                     break
-                worker.pending.add((self.job_number, chunk.number))
-                self.crew.bring_up_to_date(worker, inputs, self.generation)
-                if inputs.given_batch is not None and worker.batch != inputs.batch:
-                    self.hub.send(worker, *encode_batch(inputs.given_batch, inputs.batch))
-                    worker.batch = inputs.batch
+                head, arrays = job.prepare(self.crew, worker, chunk)
                 is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
-                about = {"chunk": chunk.number, "first": chunk.first, "last": chunk.last, "check": is_checked}
-                self.hub.send(worker, head | about, job.arrays(chunk.first, chunk.last))
+                about = {"job": self.job_number, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
+                call = self.crew.send(worker, Message(head | about | {"check": is_checked}, arrays))
+                worker.pending[self.job_number, chunk.number] = call
+
+    def _cancel_rest(self) -> None:
+        """Cancel chunks that are not needed any more and that their workers cannot have begun with."""
+        for worker in self.crew.workers.values():
+            for key in list(worker.pending)[1:]:
+                self.backend.cancel(worker.pending.pop(key))
 
     def _find_chunk(self, worker: RemoteWorker, head: Head) -> Chunk | None:
         """Return the chunk of an answer, or None if it is not awaited any more; then only its speed is taken in."""
         job, number = head.get("job"), head.get("chunk")
         if isinstance(job, int) and isinstance(number, int):
-            worker.pending.discard((job, number))
+            worker.pending.pop((job, number), None)
         chunk = self.scheduler.out.get(number) if isinstance(number, int) and job == self.job_number else None
-        if chunk is not None and chunk.worker == worker.number:
+        if chunk is not None and chunk.worker == worker.address:
             return chunk
         first, last, kind = head.get("first"), head.get("last"), head.get("kind")
         if isinstance(first, int) and isinstance(last, int) and 0 < last - first < 1 << 32 and kind in KINDS:
@@ -166,29 +187,28 @@ class Coordinator:
         """Return a worker's answer, or None if it is of no use; a worker with a wrong one is turned away."""
         head = message.head
         worker.measure(job.kind, chunk.size, head.get("seconds"), time.monotonic() - chunk.since)
-        if head.get("op") == "dropped" or not self.scheduler.is_needed(chunk):
+        if not self.scheduler.is_needed(chunk):
             return None
         try:
-            if head.get("op") == "stale" or not has_same_weights(job, head):
-                self._forget_weights(worker, is_stale=head.get("op") == "stale")
+            if head.get("op") == "stale" or (head.get("op") == "answer" and not job.has_same_weights(head, chunk)):
+                self._forget_weights(job, worker, is_stale=head.get("op") == "stale")
                 return None
             answer = self._decode_answer(job, chunk, message)
         except WrongAnswerError as error:
-            self.crew.workers.pop(worker.number, None)
-            self.scheduler.drop_worker(worker.number)
-            self.hub.refuse(worker, str(error))
+            self.scheduler.drop_worker(worker.address)
+            self.admission.refuse(worker, str(error))
             return None
         worker.checked = self.generation if "theta" in head else worker.checked
         return answer
 
-    def _forget_weights(self, worker: RemoteWorker, *, is_stale: bool) -> None:
+    def _forget_weights(self, job: Job, worker: RemoteWorker, *, is_stale: bool) -> None:
         """Have a worker with other weights than it should have be sent the right ones, or raise an error."""
         worker.strikes += 1
         if worker.strikes > STRIKES:
             raise WrongAnswerError("again and again it has other weights than it was sent")
         if not is_stale:
-            self.hub.say(f"worker {worker.name} has other weights: it is sent the right ones")
-        worker.version, worker.has_whole_state = None, False
+            self.crew.say(f"worker {worker.name} has other weights: it is sent the right ones")
+        job.forget_weights(worker)
 
     def _decode_answer(self, job: Job, chunk: Chunk, message: Message) -> Any:
         """Return an answer; one with infinities, and a sample now and then, is computed here again and compared."""
@@ -214,49 +234,43 @@ class Coordinator:
         answers, until = [], time.monotonic() + seconds
         while True:
             try:
-                kind, worker, message = self.hub.events.get(timeout=max(0.0, until - time.monotonic()))
+                event = self.backend.events.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 break
             until = 0.0  # then only those that are there already
-            if kind == "joined":
-                self._add_worker(worker)
-            elif worker.number in self.crew.workers:  # otherwise it was turned away
-                if kind == "answered":
-                    answers.append((worker, message))
-                else:
-                    self._remove_worker(worker)
+            worker = self.admission.known.get(event.worker)
+            if event.kind == "joined":
+                self.admission.greet(event.worker)
+            elif worker is not None and (answer := self._take_event(worker, event)) is not None:
+                answers.append((worker, answer))
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
-            self.hub.say(f"there are no workers: waiting for some at {self.hub.address}")
+            self.crew.say(f"there are no workers: waiting for some at {self.backend.address}")
+        self.backend.check()
         self.check_processes()
         return answers
 
-    def _add_worker(self, worker: RemoteWorker) -> None:
-        about = worker.about
-        if about["run"] != self.run:
-            self.hub.disconnect(worker)  # it connects again, for this run
-            return
-        self.crew.workers[worker.number], self.scheduler.rates[worker.number] = worker, 0.0
-        self.hub.say(f"worker {worker.name} has joined: {about['device']}, {about['machine']}")
-
-    def _remove_worker(self, worker: RemoteWorker) -> None:
-        del self.crew.workers[worker.number]
-        self.scheduler.drop_worker(worker.number)
-        self.past_bytes = self.past_bytes[0] + worker.stream.sent, self.past_bytes[1] + worker.stream.received
-        self.hub.say(f"worker {worker.name} has left")
-
-
-def has_same_weights(job: Job, head: Head) -> bool:
-    """Return whether an answer was computed with the weights of a job, as far as it says."""
-    return head.get("checksum", job.checksum) == job.checksum and ("theta" not in head or head["theta"] == job.theta)
-
-
-def are_close(numbers: Any, expected: Scores, tolerance: float) -> bool:
-    """Return whether scores are equal but for what unlike machines make of them: last bits, and an example or two."""
-    finite = np.isfinite(expected)
-    if numbers.shape != expected.shape or not np.array_equal(finite, np.isfinite(numbers)):
-        return False
-    if not finite.any():
-        return True
-    apart = np.abs(numbers[finite] - expected[finite]) / max(float(np.abs(expected[finite]).max()), 1e-6)
-    return bool(apart.max() <= FAR * tolerance and np.mean(apart <= tolerance) >= 0.5)
+    def _take_event(self, worker: RemoteWorker, event: Event) -> Message | None:
+        """Take in what has happened to a worker; return the message if it is an answer to a job."""
+        is_in, message = worker.address in self.crew.workers, event.message
+        if event.kind == "left":
+            self.scheduler.drop_worker(worker.address)
+            self.admission.forget(worker)
+            if is_in:
+                self.crew.say(f"worker {worker.name} has left")
+            return None
+        worker.last_heard = time.monotonic()
+        worker.received += count_bytes(message, len(json.dumps(message.head)))
+        try:
+            if event.kind == "failed":
+                raise BadInput(str(message.head.get("reason"))[:500])
+            if is_in:
+                return message
+            if self.admission.take_answer(worker, message):
+                self.scheduler.rates[worker.address] = 0.0
+                worker.last_useful = self.generation
+                self.crew.say(f"worker {worker.name} has joined: {worker.about['device']}, {worker.about['machine']}")
+        except BadInput as error:
+            self.scheduler.drop_worker(worker.address)
+            self.admission.refuse(worker, str(error))
+        return None

@@ -6,7 +6,6 @@ The key of the authority, ``ca.key``, stays where it was created.
 
 import datetime
 import os
-import ssl
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +61,16 @@ def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> 
     write_new(folder / "key.pem", crypto.encode_key(key), secret=True)
 
 
-def ssl_context(folder: Path, *, server: bool) -> ssl.SSLContext:
-    """Return one end of a connection, which accepts only certificates of the same authority."""
+def security_options(folder: Path) -> dict[str, Any]:
+    """Return the files of a folder as options of Dask's ``Security``; both ends of a connection show a certificate."""
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         hint = "make keys with 'germline keys init DIR' and 'keys add DIR NAME'"
         raise BadInput(f"{folder} has no {missing[0]}: {hint}.")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # machines may be anywhere: the authority's signature counts
-    context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_verify_locations(folder / "ca.pem")
-        context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    except (ssl.SSLError, OSError) as error:
-        raise BadInput(f"The keys in {folder} cannot be used: {error}.") from error
-    return context
+    files = {kind: str((folder / f"{kind}.pem").resolve()) for kind in ("ca", "cert", "key")}
+    roles = ("client", "scheduler", "worker")
+    options = {f"tls_{role}_{kind}": files[kind] for role in roles for kind in ("cert", "key")}
+    return {"tls_ca_file": files["ca"], "require_encryption": True, **options}
 
 
 def write_new(path: Path, content: bytes, *, secret: bool = False) -> None:
@@ -95,7 +88,7 @@ class Crypto:
             from cryptography.hazmat.primitives import hashes, serialization
             from cryptography.hazmat.primitives.asymmetric import ec
         except ImportError as error:
-            raise BadInput("Keys need the library cryptography: pip install 'germline[elastic]'.") from error
+            raise BadInput("Keys need the library cryptography: pip install 'germline[dask]'.") from error
         self.x509, self.hashes, self.serialization, self.ec = x509, hashes, serialization, ec
 
     def create_key(self) -> Any:

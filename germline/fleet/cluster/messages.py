@@ -1,44 +1,24 @@
-"""Messages between a coordinator and its workers: a JSON object and arrays of bytes; numbers and names, no code.
+"""States, batches, gradients and members as messages, and checksums of States."""
 
-They travel over Dask's transport, with TLS where there are keys. Workers open the connections, so a worker may be
-behind any router.
-"""
-
-import asyncio
-import itertools
 import json
-import time
 import zlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from germline.errors import BadInput
-from germline.fleet.cluster.keys import ssl_context
+from germline.fleet.cluster.backend import Head, Message
+from germline.fleet.gradients import Scores, count_encoded_bytes, decode_rows, encode_rows
+from germline.fleet.protocol import TrainedMember
 from germline.objective import Batch
-from germline.strategies import AnyStrategy, pack, unpack
+from germline.optim.optimizers import Moments
+from germline.strategies import AnyStrategy, Wire, pack, unpack
 
-HEARTBEATS = 5  # signs of life within the time after which a silent end is given up
-PIECE = 1 << 18  # bytes of a long message that are sent at once
-LARGEST = 1 << 34  # bytes of a message
 CHECKSUM_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Head = dict[str, Any]
-
-
-class ConnectionLostError(Exception):
-    """The other end of a connection is gone, or does not speak this protocol."""
-
-
-class Message(NamedTuple):
-    head: Head
-    arrays: Sequence[bytes] = ()
 
 
 def answer_to(head: Head, op: str, arrays: Sequence[bytes] = (), **about: Any) -> Message:
@@ -47,12 +27,16 @@ def answer_to(head: Head, op: str, arrays: Sequence[bytes] = (), **about: Any) -
     return Message({**echo, "op": op, **about}, arrays)
 
 
+def encode_tensor(array: Tensor) -> bytes:
+    """Return the bytes of an array."""
+    return array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def encode_state(value: Any) -> tuple[Any, list[Any], list[bytes]]:
     """Return the tree of a State or any part of one, the layout of its arrays, and their bytes."""
-    tree, tensors = pack(value)
-    arrays = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    tree, arrays = pack(value)
     layout = [[name, str(a.dtype).removeprefix("torch."), list(a.shape)] for name, a in arrays.items()]
-    return tree, layout, [array.reshape(-1).view(torch.uint8).numpy().tobytes() for array in arrays.values()]
+    return tree, layout, [encode_tensor(array) for array in arrays.values()]
 
 
 def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.device) -> dict[str, Tensor]:
@@ -77,6 +61,68 @@ def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> B
     return Batch(tuple(args), kwargs, target, head["size"])
 
 
+def encode_gradient(gradient: Tensor, wire: Wire) -> tuple[Wire, bytes]:
+    """Return a gradient in few bits, where these are all that it has, and the type in which it is."""
+    encoded = encode_rows(gradient[None], wire)
+    if not torch.equal(decode_rows(encoded, gradient.numel(), wire, gradient.dtype)[0], gradient):
+        wire, encoded = "float32", gradient[None].contiguous().view(torch.uint8)
+    return wire, encode_tensor(encoded)
+
+
+def decode_gradient(content: bytes, wire: Wire, like: Tensor) -> Tensor:
+    """Return the gradient of a message, as long as an array and on its device."""
+    row = torch.frombuffer(bytearray(content), dtype=torch.uint8)[None]
+    return decode_rows(row, like.numel(), wire, like.dtype)[0].to(like.device)
+
+
+def decode_slices(arrays: Sequence[bytes], count: int, like: Tensor, wire: Wire) -> tuple[Scores, Tensor]:
+    """Return the scores and the encoded gradients of some slices of a batch."""
+    width = count_encoded_bytes(like.numel(), wire, like.dtype)
+    rows = torch.frombuffer(bytearray(arrays[1]), dtype=torch.uint8).view(count, width)
+    return decode_scores(arrays[0], count), rows
+
+
+def decode_scores(content: bytes, count: int) -> Scores:
+    """Return the scores of an answer, or raise an error if there are more or fewer than were asked for."""
+    scores = np.frombuffer(content, np.float32)
+    if scores.size != count:
+        raise BadInput(f"it answered with {scores.size} scores where {count} were asked for")
+    return scores
+
+
+def encode_members(members: list[TrainedMember], *, with_moments: bool) -> list[bytes]:
+    """Return members as arrays of a message."""
+    rows = [[theta, moments if with_moments else None, score] for theta, moments, score in members]
+    tree, layout, contents = encode_state(rows)
+    return [json.dumps({"tree": tree, "layout": layout}).encode(), *contents]
+
+
+def decode_members(arrays: Sequence[bytes], templates: list[Moments], has_moments: bool, like: Tensor) -> Any:
+    """Return the members of a message, or raise an error if they do not fit.
+
+    Args:
+        arrays: The message.
+        templates: Moments of each member; if none are sent, these are its moments.
+        has_moments: Whether moments are sent.
+        like: Weights of a member.
+    """
+    about = json.loads(arrays[0])
+    tensors, members = decode_tensors(about["layout"], arrays[1:], like.device), []
+    for item, template in zip(about["tree"]["list"], templates, strict=True):
+        theta, moments, score = item["list"]
+        own = unpack(template, moments, tensors) if has_moments else template
+        members.append(TrainedMember(tensors[theta["tensor"]], own, float(score)))
+        expected = TrainedMember(like, template, 0.0)
+        if shapes_of(members[-1]) != shapes_of(expected):
+            raise BadInput("it answered with weights or moments of another shape")
+    return members
+
+
+def shapes_of(value: Any) -> list[Any]:
+    """Return the names, shapes and types of the arrays of a value."""
+    return [(name, array.shape, array.dtype) for name, array in pack(value)[1].items()]
+
+
 def plain_items(tree: Any) -> list[Any]:
     """Return the items of a packed State that hold no array: numbers, which are always sent."""
     return [item for item in tree["items"] if '"tensor"' not in json.dumps(item[1])]
@@ -94,114 +140,14 @@ def fields_to_check(strategy: AnyStrategy, state: Any) -> list[str]:
 def checksum(names: Sequence[str], state: Any) -> int:
     """Return the sum of all bits of some fields of a State, as numbers: quick, and the same on every device."""
     tree, tensors = pack({name: getattr(state, name) for name in names})
-    arrays = [array.contiguous().view(CHECKSUM_TYPES[array.element_size()]) for array in tensors.values()]
-    return sum(int(array.sum()) for array in arrays) + zlib.crc32(json.dumps(plain_items(tree)).encode())
+    return sum(map(sum_bits, tensors.values())) + zlib.crc32(json.dumps(plain_items(tree)).encode())
 
 
-def load_transport() -> Any:
-    """Return Dask's communication library, which is an optional dependency."""
-    try:
-        import dask
-        from distributed import comm
-    except ImportError as error:
-        raise BadInput("An elastic fleet needs dask: pip install 'germline[elastic]'.") from error
-    dask.config.set({"distributed.comm.timeouts.tcp": "12s", "distributed.comm.retry.count": 0})
-    return comm
+def sum_member_bits(theta: Tensor, moments: Moments) -> int:
+    """Return the sum of the bits of a member's weights and moments."""
+    return sum(map(sum_bits, pack([theta, moments])[1].values()))
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and the port of an address.
-
-    >>> parse_address("node7:8786"), parse_address("[::1]:80")
-    (('node7', 8786), ('::1', 80))
-    """
-    host, _, number = text.rpartition(":")
-    if not host or not number.isdigit() or int(number) > 65535:
-        raise BadInput(f"An address is HOST:PORT, such as 192.168.1.5:8786, not {text!r}.")
-    return host.strip("[]"), int(number)
-
-
-def address_for(host: str, port: int, keys: Path | None, *, server: bool) -> tuple[str, dict[str, Any]]:
-    """Return the address of one end of a connection, and the options that secure it where there are keys."""
-    shown = f"[{host}]" if ":" in host else host
-    if keys is None:
-        return f"tcp://{shown}:{port}", {}
-    options = {"ssl_context": ssl_context(keys, server=server), "require_encryption": True}
-    return f"tls://{shown}:{port}", options
-
-
-@dataclass
-class Stream:
-    """One end of a connection."""
-
-    comm: Any
-    patience: float  # seconds after which a silent end is given up
-    sent: int = 0  # bytes
-    received: int = 0
-    last_read: float = field(default_factory=time.monotonic)
-    write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def write(self, head: Head, arrays: Sequence[bytes] = ()) -> None:
-        """Write a message; a long one in pieces, so that the other end is never without a sign of life."""
-        text, content = json.dumps(head), b"".join(arrays)
-        first = {"head": text, "sizes": list(map(len, arrays)), "piece": content[:PIECE]}
-        rest = ({"piece": content[start : start + PIECE]} for start in range(PIECE, len(content), PIECE))
-        try:
-            async with self.write_lock:
-                for part in itertools.chain([first], rest):
-                    await self.comm.write(part, serializers=["msgpack"])
-        except (OSError, RuntimeError) as error:
-            raise ConnectionLostError(str(error)) from error
-        self.sent += len(text) + len(content)
-
-    async def read(self) -> Message:
-        """Return the next message."""
-        try:
-            part = await self.comm.read()
-            text, sizes, content = part["head"], part["sizes"], bytearray(part["piece"])
-            head, ends = json.loads(text), list(itertools.accumulate(sizes, initial=0))
-            if not isinstance(head, dict) or min(sizes, default=0) < 0 or ends[-1] > LARGEST:
-                raise ValueError("the message is too long, or its head is not an object")
-            while len(content) < ends[-1]:
-                self.last_read = time.monotonic()
-                content += (await self.comm.read())["piece"]
-        except Exception as error:  # the other end may send anything
-            raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
-        self.last_read = time.monotonic()
-        self.received += len(text) + len(content)
-        return Message(head, [bytes(content[start:end]) for start, end in itertools.pairwise(ends)])
-
-    async def send_heartbeats(self, every: float) -> None:
-        """Say every few seconds that this end is alive."""
-        with suppress(ConnectionLostError):
-            while True:
-                await asyncio.sleep(every)
-                await self.write({"op": "alive"})
-
-    async def watch(self) -> None:
-        """Close the connection when the other end has been silent for too long."""
-        while self.silent_seconds < self.patience:
-            await asyncio.sleep(self.patience / HEARTBEATS)
-        self.abort()
-
-    @asynccontextmanager
-    async def keep_open(self, every: float, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """Send signs of life, watch for those of the other end and do some work, until the connection is lost."""
-        tasks = [asyncio.ensure_future(task) for task in (self.send_heartbeats(every), self.watch(), work)]
-        try:
-            yield
-        except ConnectionLostError:
-            pass
-        finally:
-            for task in tasks:
-                task.cancel()
-            self.abort()
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds since anything was read."""
-        return time.monotonic() - self.last_read
-
-    def abort(self) -> None:
-        """Close the connection at once."""
-        self.comm.abort()
+def sum_bits(array: Tensor) -> int:
+    """Return the sum of the bits of an array's numbers."""
+    return int(array.contiguous().view(CHECKSUM_TYPES[array.element_size()]).sum())

@@ -23,7 +23,7 @@ class Chunk:
     number: int
     first: int
     last: int
-    worker: int
+    worker: str
     since: float  # when the worker could start with them
 
     @property
@@ -35,13 +35,13 @@ class Chunk:
 class ChunkScheduler:
     """The pieces of one job: which worker has which of them, and which are done.
 
-    >>> scheduler = ChunkScheduler(8, {1: 3.0, 2: 1.0})
-    >>> scheduler.next_chunk(1, now=0.0).size, scheduler.next_chunk(2, now=0.0).size
+    >>> scheduler = ChunkScheduler(8, {"a": 3.0, "b": 1.0})
+    >>> scheduler.next_chunk("a", now=0.0).size, scheduler.next_chunk("b", now=0.0).size
     (3, 1)
     """
 
     pieces: int
-    rates: dict[int, float]  # pieces per second of each worker; 0 if unknown
+    rates: dict[str, float]  # pieces per second of each worker; 0 if unknown
     smallest: float = SHORTEST
     out: dict[int, Chunk] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
@@ -60,19 +60,19 @@ class ChunkScheduler:
         """The number of pieces that no worker has."""
         return sum(last - first for first, last in self.unassigned)
 
-    def rate(self, worker: int) -> float:
+    def rate(self, worker: str) -> float:
         """Return the pieces per second of a worker, or the mean of all if it is unknown."""
         known = [rate for rate in self.rates.values() if rate > 0]
         return self.rates.get(worker) or (sum(known) / len(known) if known else 1.0)
 
-    def next_chunk(self, worker: int, now: float) -> Chunk | None:
+    def next_chunk(self, worker: str, now: float) -> Chunk | None:
         """Return what a worker is to compute next, if there is anything for it."""
         mine = [chunk for chunk in self.out.values() if chunk.worker == worker]
         if len(mine) >= CHUNKS_PER_WORKER:
             return None
         return self._assign(worker, mine, now) if self.unassigned else self._copy_last(worker, mine, now)
 
-    def _assign(self, worker: int, mine: list[Chunk], now: float) -> Chunk | None:
+    def _assign(self, worker: str, mine: list[Chunk], now: float) -> Chunk | None:
         workers = set(self.rates) | {worker}
         total, own = sum(map(self.rate, workers)), self.rate(worker)
         waiting = sum(chunk.size for chunk in mine)
@@ -95,7 +95,7 @@ class ChunkScheduler:
             self.unassigned.appendleft((taken, last))
         return self._hand_out(first, taken, worker, now)
 
-    def _copy_last(self, worker: int, mine: list[Chunk], now: float) -> Chunk | None:
+    def _copy_last(self, worker: str, mine: list[Chunk], now: float) -> Chunk | None:
         """Assign the chunk that will be done last once more, if this worker would be much sooner."""
         if mine:
             return None
@@ -116,7 +116,7 @@ class ChunkScheduler:
         slowest = max(late, key=lambda one: (one[0], -one[1].number))[1]
         return self._hand_out(slowest.first, slowest.last, worker, now)
 
-    def _hand_out(self, first: int, last: int, worker: int, now: float) -> Chunk:
+    def _hand_out(self, first: int, last: int, worker: str, now: float) -> Chunk:
         chunk = Chunk(next(self.numbers), first, last, worker, now)
         self.out[chunk.number] = chunk
         return chunk
@@ -149,7 +149,7 @@ class ChunkScheduler:
         if not any(o.first == chunk.first and o.last == chunk.last for o in self.out.values()):
             self.unassigned.append((chunk.first, chunk.last))
 
-    def drop_worker(self, worker: int) -> None:
+    def drop_worker(self, worker: str) -> None:
         """Take back all chunks of a worker that is gone."""
         self.rates.pop(worker, None)
         for chunk in [chunk for chunk in self.out.values() if chunk.worker == worker]:

@@ -1,193 +1,130 @@
-"""The process of a worker: it connects to a coordinator, again and again if it must, and does what it is asked for."""
+"""The worker's side of a cluster: it answers the messages of coordinators, whatever system brings them."""
 
-import asyncio
 import os
+import pickle
 import platform
-import random
-import signal
 import socket
-import ssl
-import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
 
 from germline import noise
 from germline.errors import BadInput
-from germline.fleet.cluster import messages
-from germline.fleet.cluster.elastic import PARENT
-from germline.fleet.cluster.hub import print_status
-from germline.fleet.cluster.messages import ConnectionLostError, Head, Message, Stream, answer_to
+from germline.fleet.cluster.backend import Head, Message, print_status
+from germline.fleet.cluster.messages import answer_to
 from germline.fleet.local import Local
 from germline.machine import processor_name
+from germline.recipes import RECIPES, Recipe, make_recipe
+from germline.strategies import AnyStrategy, find_strategy
 from germline.version import __version__
 
-PAUSES = (0.5, 8.0)  # seconds between attempts to connect: the first, and the longest
-SILENCE = 15.0  # seconds after which a silent coordinator is given up
-OTHER_AUTHORITY = (
-    "The coordinator at {} and the keys {} are not of one authority: use a folder made by 'germline keys add'."
-)
-
-
-class RefusedError(BadInput):
-    """The coordinator has turned this worker away."""
+FOLLOWER = "germline.engine.follower:Follower"  # by name, because the engine is built on the fleets
+RUNS = 2  # that a worker may follow at the same time, for coordinators on one cluster
+PATIENCE = 2.0  # seconds for a message that another thread has and that comes first
 
 
 class FollowsRun(Protocol):
     """A session that follows a run in a worker process: ``germline.engine.follower.Follower``."""
 
-    fleet: Local
     version: str | None
-    newest: int
 
-    def join(self, run: str, header: dict[str, Any]) -> Message: ...
+    def join(self, run: str, header: dict[str, Any], recipe: Recipe, given: AnyStrategy | None) -> Message: ...
+
+    def is_ready(self, head: Head) -> bool: ...
 
     def handle(self, message: Message) -> Message | None: ...
 
 
-@dataclass
-class WorkerProcess:
-    """Connects to a coordinator, reads its messages and answers them.
+@dataclass(eq=False)
+class Responder:
+    """Answers the messages of coordinators in a worker process.
 
     Attributes:
-        patience: Seconds after which a silent coordinator is given up.
-        was_greeted: Whether a coordinator has ever said anything.
+        name: How coordinators call this worker.
+        recipe: The recipe that it was given: a name, a Python file, or module:function. Without one it builds the
+            recipes of this package by name, and takes others from the coordinator.
+        strategy: The strategy that it was given, as module:Class, if it is not part of this package.
+        fleet: Its device and its threads.
+        is_shared: Whether several threads may bring messages.
+        on_end: Called when a coordinator says that the run has ended or, with the reason, turns this worker away.
     """
 
-    address: str
-    follower: FollowsRun
-    name: str
-    keys: Path | None = None
+    name: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
+    recipe: str | None = None
+    strategy: str | None = None
+    fleet: Local = field(default_factory=Local)
+    is_shared: bool = False
+    on_end: Callable[[str | None], None] = lambda reason: None
     say: Callable[[str], None] = print_status
-    patience: float = SILENCE
-    was_greeted: bool = False
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "germline-worker"))
+    make_follower: Callable[[Local], FollowsRun] = lambda fleet: resolve_name(FOLLOWER)(fleet)
+    followers: dict[str, FollowsRun] = field(default_factory=dict)  # by coordinator
+    turn: threading.Condition = field(default_factory=threading.Condition)
 
-    async def run(self) -> None:
-        """Work until the run has ended, or the coordinator turns this worker away."""
-        comm = messages.load_transport()
-        host, port = messages.parse_address(self.address)
-        address, options = messages.address_for(host, port, self.keys, server=False)
-        pause = PAUSES[0]
-        while True:
-            try:
-                connection = comm.connect(address, timeout=10, deserialize=False, **options)
-                stream = Stream(await asyncio.wait_for(connection, 20), self.patience)
-                if await self.serve(stream):
-                    self.say("the run has ended")
-                    return
-                if self.was_greeted:
-                    self.say("the coordinator is gone; trying again")
-                    pause = PAUSES[0]
-                elif pause == PAUSES[0]:
-                    keys = "ask for keys (--keys)" if self.keys is None else f"not know the keys {self.keys}"
-                    self.say(f"{self.address} ends the connection: it may {keys}; trying again")
-            except (OSError, TimeoutError, ConnectionLostError) as error:
-                if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in list_causes(error)):
-                    raise RefusedError(OTHER_AUTHORITY.format(self.address, self.keys)) from error
-                if pause == PAUSES[0]:
-                    self.say(f"there is no coordinator at {self.address} ({first_line(error)}); trying again")
-            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
-            pause = min(PAUSES[1], 2 * pause)
+    @classmethod
+    def from_environment(cls, threads: int | None, *, is_shared: bool) -> "Responder":
+        """Return the side of a worker that others have started: what it is given are environment variables."""
+        recipe, strategy, device = (os.environ.get(f"GERMLINE_{name}") for name in ("RECIPE", "STRATEGY", "DEVICE"))
+        return cls(recipe=recipe, strategy=strategy, fleet=Local(device or "auto", threads), is_shared=is_shared)
 
-    async def serve(self, stream: Stream) -> bool:
-        """Serve one connection; return whether the run has ended."""
-        work: asyncio.Queue[Message] = asyncio.Queue()
-        async with stream.keep_open(1.0, self._work(stream, work)):
-            await stream.write(self._introduce())
-            while True:
-                head, arrays = await stream.read()
-                op, self.was_greeted = head.get("op"), True
-                if op == "ping":
-                    await stream.write({"op": "pong"})
-                elif op == "refused":
-                    raise RefusedError(f"The coordinator has turned this worker away: {head.get('reason')}.")
-                elif op == "end":
-                    return True
-                elif op != "alive":
-                    stream.patience = self.patience = max(self.patience, head.get("timeout", 0.0))
-                    self.follower.newest = max(self.follower.newest, head.get("generation", 0))
-                    work.put_nowait(Message(head, arrays))
-        return False
-
-    async def _work(self, stream: Stream, work: "asyncio.Queue[Message]") -> None:
-        """Do what the coordinator asks for, one message after the other, in a second thread."""
-        loop = asyncio.get_running_loop()
-        with suppress(ConnectionLostError):
-            while True:
-                message = await work.get()
-                answer = await loop.run_in_executor(self.thread, self._answer, message)
-                if answer is not None:
-                    await stream.write(*answer)
-
-    def _answer(self, message: Message) -> Message | None:
-        head = message.head
-        try:
-            return self._join(head) if head["op"] == "welcome" else self.follower.handle(message)
-        except Exception as error:
-            self.say(f"a job failed: {type(error).__name__}: {error}")
-            if head.get("op") != "job":
-                self.follower.version = None
+    def answer(self, message: Message) -> Message | None:
+        """Return the answer to a message, if it needs one."""
+        head, op = message.head, message.head["op"]
+        if op in ("hello", "ping"):
+            return Message(self._introduce() if op == "hello" else {"op": "pong"})
+        with self.turn:
+            if op in ("end", "refused"):
+                self.followers.pop(head["token"], None)
+                self.on_end(head.get("reason"))
                 return None
-            return answer_to(head, "failed", reason=f"{type(error).__name__}: {error}")
+            follower = self._find_follower(head["token"])
+            self.turn.wait_for(lambda: follower.is_ready(head), PATIENCE if self.is_shared else 0.0)
+            try:
+                return self._join(follower, message) if op == "welcome" else follower.handle(message)
+            except Exception as error:
+                self.say(f"a job failed: {type(error).__name__}: {error}")
+                if op != "job":
+                    follower.version = None
+                    return None
+                return answer_to(head, "failed", reason=f"{type(error).__name__}: {error}")
+            finally:
+                self.turn.notify_all()
 
-    def _join(self, head: Head) -> Message:
+    def _find_follower(self, token: str) -> FollowsRun:
+        follower = self.followers.pop(token, None) or self.make_follower(self.fleet)
+        self.followers = dict([*self.followers.items(), (token, follower)][-RUNS:])
+        return follower
+
+    def _join(self, follower: FollowsRun, message: Message) -> Message:
+        """Build the run that a coordinator trains; what differs is the answer."""
+        header = message.head["header"]
         try:
-            ready = self.follower.join(head["run"], head["header"])
+            given = find_strategy(self.strategy)() if self.strategy is not None else None
+            ready = follower.join(message.head["run"], header, self._make_recipe(header, message.arrays), given)
         except Exception as error:
             reason = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
             return Message({"op": "ready", "differs": reason.rstrip(".")})
-        recipe, strategy = head["header"]["recipe"] or "a run started in Python", head["header"]["strategy"]
-        self.say(f"working for {self.address}: {recipe} by {strategy}")
+        self.say(f"working for a coordinator: {header['recipe'] or 'a run started in Python'} by {header['strategy']}")
         return ready
 
+    def _make_recipe(self, header: dict[str, Any], shipped: Sequence[bytes]) -> Recipe:
+        """Return the recipe of a run: this worker's, one of this package, or the one that came with the message."""
+        name = self.recipe or header["recipe"]
+        if {name, header["recipe"]} <= set(RECIPES) and name != header["recipe"]:  # a file may have another path here
+            raise BadInput(f"the coordinator trains {header['recipe']}, and this worker was given {name}")
+        if self.recipe is not None or name in RECIPES:
+            return make_recipe(name, header["recipe_settings"], header["seed"])
+        if not shipped:
+            raise BadInput(f"this worker does not have the recipe {name}: start it with GERMLINE_RECIPE=FILE.py")
+        recipe: Recipe = pickle.loads(shipped[0])
+        return recipe
+
     def _introduce(self) -> Head:
-        device = self.follower.fleet.find_device()
+        device = self.fleet.find_device()
         machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-        about = {"op": "join", "germline": __version__, "noise": noise.VERSION, "name": self.name}
-        return about | {"device": str(device), "machine": f"{platform.system()} {platform.machine()}, {machine}"}
-
-
-def run_worker(address: str, follower: FollowsRun, *, name: str | None = None, keys: Path | None = None) -> None:
-    """Work for a coordinator until its run has ended."""
-    default = keys.resolve().name if keys is not None else socket.gethostname()
-    worker = WorkerProcess(address, follower, name or f"{default}-{os.getpid()}", keys)
-
-    async def main() -> None:
-        task = asyncio.ensure_future(worker.run())
-        if PARENT in os.environ:
-            threading.Thread(target=end_with_parent, args=(asyncio.get_running_loop(), task), daemon=True).start()
-        if sys.platform != "win32":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await task
-
-    with suppress(asyncio.CancelledError):
-        asyncio.run(main())
-
-
-def end_with_parent(loop: asyncio.AbstractEventLoop, task: "asyncio.Future[None]") -> None:
-    """End a worker whose coordinator started it and has died: then the worker's standard input ends."""
-    with suppress(OSError, RuntimeError):
-        while os.read(0, 1):  # not by sys.stdin, which a thread must not hold when the process ends
-            pass
-        loop.call_soon_threadsafe(task.cancel)
-
-
-def list_causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error, what it was raised from, and so on."""
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+        about = {"op": "hello", "germline": __version__, "noise": noise.VERSION, "name": self.name}
+        about |= {"device": str(device), "machine": f"{platform.system()} {platform.machine()}, {machine}"}
+        return about | {"has_recipe": self.recipe is not None}

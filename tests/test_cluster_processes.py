@@ -1,4 +1,4 @@
-"""An elastic fleet of processes trains to the weights of a run in one process, whatever fails on the way."""
+"""A cluster of processes trains to the weights of a run in one process, whatever fails on the way."""
 
 import enum
 import json
@@ -25,12 +25,13 @@ from torch import nn
 
 import germline as gl
 from germline.errors import BadInput
-from germline.fleet.cluster.keys import add_machine, create_authority, ssl_context
+from germline.fleet.cluster.dask import make_security
+from germline.fleet.cluster.keys import add_machine, create_authority
 from germline.fleet.spmd.launch import free_port
 from germline.genome import theta_sha256
 from germline.recipes import make_recipe
 from germline.strategies import OpenAIES
-from tests.test_elastic import GENERATIONS, GERMLINE, LONG, RUN, make_digits, train
+from tests.test_cluster import GENERATIONS, GERMLINE, LONG, RUN, make_digits, train
 from tests.test_faults import count_generations, is_running
 
 pytestmark = pytest.mark.slow
@@ -236,11 +237,11 @@ def test_the_status_page_and_connections_that_are_turned_away(start_fleet: Calla
     half_open = socket.create_connection(("127.0.0.1", fleet.port)) if wait_for_port(fleet.port) else None
     with socket.create_connection(("127.0.0.1", fleet.port)) as rude:
         rude.sendall(np.random.default_rng(0).bytes(100_000))
-    fleet.add()
     command = [*GERMLINE, "worker", f"127.0.0.1:{fleet.port}", "--recipe", "mnist-3m", "--device", "cpu"]
     other = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert other.returncode == 2
     assert "away: the coordinator trains digits, and this worker was given mnist-3m." in other.stderr
+    fleet.add()
     fleet.wait(5)
     status = json.loads(read(f"http://127.0.0.1:{fleet.status}/status.json"))
     assert status["workers"][0]["device"] == "cpu"
@@ -314,7 +315,9 @@ def test_the_keys_of_a_worker_do_not_make_a_coordinator(tmp_path: Path) -> None:
     for keys, is_accepted in ((tmp_path, True), (worker, False)):
         errors: list[str] = []
         near, far = socket.socketpair()
-        contexts = [(ssl_context(keys, server=True), far, True), (ssl_context(worker, server=False), near, False)]
+        server = make_security(keys).get_listen_args("scheduler")["ssl_context"]
+        client = make_security(worker).get_connection_args("worker")["ssl_context"]
+        contexts = [(server, far, True), (client, near, False)]
         threads = [threading.Thread(target=shake_hands, args=(*context, errors)) for context in contexts]
         for thread in threads:
             thread.start()
@@ -374,15 +377,15 @@ def test_the_workers_of_a_search_are_sent_its_batches(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
-def test_workers_end_with_the_coordinator_that_started_them(tmp_path: Path) -> None:
+def test_scheduler_and_workers_end_with_the_coordinator_that_started_them(tmp_path: Path) -> None:
     command = [*GERMLINE, "train", *RUN, "--generations", "100000", "--fleet", "elastic", "--workers", "1"]
     with subprocess.Popen([*command, "--runs", str(tmp_path), "--name", "run"], stderr=subprocess.DEVNULL) as process:
         while count_generations(tmp_path / "run") < 2 and process.poll() is None:
             time.sleep(0.1)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.kill()
-    assert len(children) == 1
+    assert len(children) == 2  # the scheduler and the worker
     until = time.monotonic() + 30
-    while is_running(int(children[0])):
+    while any(is_running(int(child)) for child in children):
         assert time.monotonic() < until
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""An elastic fleet trains to the weights of a run in one process, whatever its workers answer."""
+"""A cluster trains to the weights of a run in one process, whatever its workers answer."""
 
 import asyncio
 import enum
@@ -6,14 +6,15 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed import Scheduler, Worker
 from torch import nn
 
 import germline as gl
@@ -22,13 +23,14 @@ from germline.engine import loop, opening, scoring
 from germline.engine.follower import NEVER, Follower
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
-from germline.errors import BadInput
 from germline.fleet import Fleet
-from germline.fleet.cluster.hub import RemoteWorker
-from germline.fleet.cluster.worker import RefusedError, WorkerProcess
+from germline.fleet.cluster.backend import Message
+from germline.fleet.cluster.crew import RemoteWorker
+from germline.fleet.cluster.worker import Responder
 from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda, OpenAIES
 from tests.rogue import Rogue
 
+T = TypeVar("T")
 GENERATIONS = 60
 LONG = 600  # generations of a run that is watched
 GERMLINE = [sys.executable, "-m", "germline"]
@@ -43,93 +45,113 @@ def train(recipe: gl.Recipe, fleet: Fleet, path: Path, generations: int, *callba
     return str(summary["theta_sha256"])
 
 
-# Workers in threads of this process
+# A Dask cluster in a thread of this process
 
 
 class ThreadWorker:
-    """A worker of a cluster in a thread of this process.
+    """A Dask worker in a thread of this process.
 
     Attributes:
-        error: Why the coordinator has turned it away; None if it has not.
+        reasons: Why the coordinator has turned it away, or None if the run has ended.
     """
 
-    def __init__(self, fleet: gl.Elastic, follower: Follower, name: str) -> None:
-        self.error: BadInput | None = None
-        self.process = WorkerProcess(fleet.hub.address, follower, name, say=lambda text: None)
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+    def __init__(self, name: str, make_follower: Callable[[gl.Local], Follower]) -> None:
+        self.reasons: list[str | None] = []
+        about: Any = {"say": lambda text: None, "on_end": self.reasons.append, "make_follower": make_follower}
+        self.responder = Responder(name, fleet=gl.Local("cpu", 1), **about)
+        self.server: Any = None
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self.process.run())
-        except BadInput as error:
-            self.error = error
-        finally:
-            self.process.thread.shutdown()
-
-    def join(self) -> None:
-        """Wait until the worker has ended, as it does with its run or when it is turned away."""
-        self.thread.join(30)
-        assert not self.thread.is_alive()
+    @property
+    def is_refused(self) -> bool:
+        return any(reason is not None for reason in self.reasons)
 
 
-class Cluster:
-    """A coordinator with workers in threads of this process.
+class ThreadCluster:
+    """A Dask scheduler with workers, in a thread of this process, and a coordinator.
 
     Attributes:
         lines: What the coordinator has said.
         sent: How many messages of each kind it has sent.
+        sizes: The bytes of their arrays.
     """
 
-    def __init__(self, recipe: gl.Recipe) -> None:
-        self.recipe, self.fleet = recipe, gl.Elastic(device="cpu")
+    def __init__(self) -> None:
         self.workers: list[ThreadWorker] = []
         self.lines: list[str] = []
         self.sent: Counter[str] = Counter()
-        self.fleet.hub.say = self.lines.append
+        self.sizes: Counter[str] = Counter()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.scheduler = self.run(self.start_scheduler())
+        self.fleet = gl.Dask(self.scheduler.address, device="cpu")
+        self.fleet.crew.say = self.lines.append
         self.fleet.coordinator.check_processes = self.check_workers
-        send = self.fleet.hub.send
+        send = self.fleet.crew.send
 
-        def count_and_send(worker: RemoteWorker, head: dict[str, Any], arrays: Sequence[bytes] = ()) -> None:
-            self.sent[head["op"]] += 1
-            send(worker, head, arrays)
+        def count_and_send(worker: RemoteWorker, message: Message) -> int:
+            self.sent[message.head["op"]] += 1
+            self.sizes[message.head["op"]] += sum(map(len, message.arrays))
+            return send(worker, message)
 
-        self.fleet.hub.send = count_and_send  # type: ignore[method-assign]
+        self.fleet.crew.send = count_and_send  # type: ignore[method-assign]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    async def start_scheduler(self) -> Any:
+        return await Scheduler(host="127.0.0.1", port=0, dashboard=False, dashboard_address="127.0.0.1:0")
+
+    async def start_worker(self, worker: ThreadWorker, threads: int) -> None:
+        where: Any = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
+        worker.server = Worker(self.scheduler.address, nthreads=threads, memory_limit=0, **where)
+        worker.server.extensions["germline"] = worker.responder
+        worker.responder.is_shared = threads > 1
+        await worker.server
 
     def check_workers(self) -> None:
         """Fail if all workers were turned away: the coordinator would wait for others forever."""
-        assert not self.workers or any(worker.error is None for worker in self.workers), self.lines
+        assert not self.workers or not all(worker.is_refused for worker in self.workers), self.lines
 
-    def add(self, follower: Follower | None = None) -> ThreadWorker:
-        """Start a worker, and wait until the coordinator has let it in."""
-        follower = follower or Follower(lambda settings, seed: self.recipe, gl.Local("cpu", 1))
-        self.workers.append(ThreadWorker(self.fleet, follower, f"worker-{len(self.workers)}"))
+    def add(self, make_follower: Callable[[gl.Local], Follower] = Follower, threads: int = 1) -> ThreadWorker:
+        """Start a worker."""
+        worker = ThreadWorker(f"worker-{len(self.workers)}", make_follower)
+        self.workers.append(worker)
+        self.run(self.start_worker(worker, threads))
+        return worker
+
+    def wait_for_workers(self, count: int) -> None:
+        """Wait until the coordinator has let some workers in."""
         until = time.monotonic() + 60
-        while len(self.fleet.hub.workers) < len(self.workers):
+        while len(self.fleet.crew.workers) < count:
             assert time.monotonic() < until, self.lines
-            time.sleep(0.01)
-        return self.workers[-1]
+            self.fleet.coordinator.take_events(0.1)
 
-    def add_before_training(self, *followers: Follower | None) -> None:
-        """Have workers join one after the other, once the run is set up and before its first generation."""
+    def add_before_training(self, *followers: Callable[[gl.Local], Follower], threads: int = 1) -> None:
+        """Have workers join once the run is set up and before its first generation."""
         admit = self.fleet.admit
 
-        def admit_and_add(header: Any, sample: Any, batch: Any = None) -> None:
-            admit(header, sample, batch)
+        def admit_and_add(*arguments: Any) -> None:
+            admit(*arguments)
             for follower in followers:
-                self.add(follower)
+                self.add(follower, threads)
+            self.wait_for_workers(len(followers))
 
-        self.fleet.admit = admit_and_add  # type: ignore[method-assign]
+        self.fleet.admit = admit_and_add  # type: ignore[assignment,method-assign]
 
     def close(self) -> None:
         self.fleet.close(ended=True)
         for worker in self.workers:
-            worker.join()
+            self.run(worker.server.close(timeout=2))
+        self.run(self.scheduler.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
+        self.loop.close()
 
 
 @contextmanager
-def open_cluster(recipe: gl.Recipe) -> Iterator[Cluster]:
-    cluster = Cluster(recipe)
+def open_cluster() -> Iterator[ThreadCluster]:
+    cluster = ThreadCluster()
     try:
         yield cluster
     finally:
@@ -151,7 +173,7 @@ STRATEGIES: dict[str, AnyStrategy] = {
 WAYS = [
     (name, way)
     for name, strategy in STRATEGIES.items()
-    for way in (("records", "weights") if strategy.kind == "evolve" else ("weights",))  # a record holds no gradient
+    for way in (("members",) if strategy.kind == "train_members" else ("records", "weights"))
 ]
 
 
@@ -168,17 +190,18 @@ def test_every_strategy_trains_to_the_weights_of_one_process(
     generations = 45  # a worker's weights and scores are checked in full every 20 generations
     expected = train(recipe, gl.Local("cpu"), tmp_path / "local", generations)
     monkeypatch.setattr(Follower, "measure_tell", lambda follower: 0.0 if way == "records" else NEVER)
-    with open_cluster(recipe) as cluster:
-        cluster.add_before_training(None, None)
-        assert train(recipe, cluster.fleet, tmp_path / "elastic", generations) == expected
-        followed, other = ("tell", "state") if way == "records" else ("state", "tell")
-        assert cluster.sent[followed] >= generations - 1
-        assert cluster.sent[other] == 0
+    with open_cluster() as cluster:
+        cluster.add_before_training(Follower, Follower)
+        assert train(recipe, cluster.fleet, tmp_path / "dask", generations) == expected
+        wanted = {"records": {"tell", "gradient"}, "weights": {"state"}, "members": set[str]()}[way]
+        seen = {op for op in ("tell", "gradient", "state") if cluster.sent[op]}
+        assert seen <= wanted
+        assert way == "members" or cluster.sent["tell"] + cluster.sent["state"] >= generations - 1
         assert len(cluster.fleet.crew.workers) == 2
         assert all(worker.pieces > 0 for worker in cluster.fleet.crew.workers.values())
-    assert [worker.error for worker in cluster.workers] == [None, None]
-    assert cluster.fleet.hub.refusals == []
-    assert not [line for line in cluster.lines if "waiting for workers" not in line and "has joined" not in line]
+    assert [worker.reasons for worker in cluster.workers] == [[None], [None]]
+    assert cluster.fleet.admission.refusals == []
+    assert not [line for line in cluster.lines if "waiting for" not in line and "has joined" not in line]
 
 
 # Faults
@@ -209,8 +232,8 @@ def make_digits() -> gl.Recipe:
 @pytest.mark.parametrize("wrong", WrongAnswer, ids=lambda wrong: wrong.name.lower())
 def test_a_wrong_answer_does_not_change_the_weights(wrong: WrongAnswer, expected: str, tmp_path: Path) -> None:
     recipe = make_digits()
-    with open_cluster(recipe) as cluster:
-        cluster.add_before_training(Rogue(recipe, wrong.name.lower()))
+    with open_cluster() as cluster:
+        cluster.add_before_training(lambda fleet: Rogue(fleet, wrong.name.lower()))
 
         def add_honest_worker(session: Session, row: Any) -> None:
             if row["generation"] == 0:
@@ -218,8 +241,8 @@ def test_a_wrong_answer_does_not_change_the_weights(wrong: WrongAnswer, expected
 
         assert train(recipe, cluster.fleet, tmp_path / "run", GENERATIONS, add_honest_worker) == expected
     rogue, honest = cluster.workers
-    assert honest.error is None
+    assert not honest.is_refused
     # an answer that belongs to nothing is ignored, as is that of a worker that was frozen for a while
     is_refused = wrong not in (WrongAnswer.OLD, WrongAnswer.ODD)
     assert [("is turned away" in line) for line in cluster.lines].count(True) == is_refused
-    assert isinstance(rogue.error, RefusedError) == is_refused
+    assert rogue.is_refused == is_refused

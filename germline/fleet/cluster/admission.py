@@ -1,0 +1,163 @@
+"""Which workers may join a run: those that have the same version, recipe, data and weights, and compute the same."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from germline import noise
+from germline.errors import BadInput
+from germline.fleet.cluster.backend import Head, Message
+from germline.fleet.cluster.crew import Crew, RemoteWorker
+from germline.fleet.gradients import Scores
+from germline.version import __version__
+
+PADS = (0, 1 << 16, 1 << 20)  # bytes by which the bandwidth to a worker is measured, the last only if it is fast
+FAST = 8e6  # bytes per second
+REFUSALS = 100  # that are remembered
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
+FAR = 50.0  # times the tolerance, for single members
+
+
+@dataclass
+class Invitation:
+    """The run that workers may join.
+
+    Attributes:
+        run: Its name, a hash of its header.
+        header: What a worker builds the run from.
+        sample: Scores of a few members, which a worker must compute as well.
+        batch: The first batch, where the caller gives batches one by one.
+        recipe: The recipe, pickled, for workers that were given none.
+    """
+
+    run: str
+    header: Mapping[str, Any]
+    sample: Scores
+    batch: Message | None
+    recipe: list[bytes]
+
+
+@dataclass
+class Admission:
+    """Greets workers, measures their bandwidth, and lets those in that prove to do the same work.
+
+    Attributes:
+        known: All workers that are there, let in or not.
+        invitation: The run that they may join; None before there is one.
+        refusals: Who was turned away, and why.
+    """
+
+    crew: Crew
+    known: dict[str, RemoteWorker] = field(default_factory=dict)
+    invitation: Invitation | None = None
+    refusals: list[str] = field(default_factory=list)
+
+    def greet(self, address: str) -> None:
+        """Ask a worker that has joined the cluster who it is."""
+        worker = self.known[address] = RemoteWorker(address)
+        self._ask(worker, {"op": "hello"})
+
+    def invite(self, invitation: Invitation) -> None:
+        """Have all workers that are there build a run, and all that come later."""
+        self.invitation = invitation
+        for worker in self.known.values():
+            if worker.bandwidth:
+                self._welcome(worker)
+
+    def _ask(self, worker: RemoteWorker, head: Head, arrays: list[bytes] | None = None) -> None:
+        worker.asked = time.monotonic()
+        self.crew.send(worker, Message(head, arrays or []))
+
+    def take_answer(self, worker: RemoteWorker, message: Message) -> bool:
+        """Go on with a worker that has answered; return whether it is let in now. One that may not is an error."""
+        head, waited = message.head, time.monotonic() - worker.asked
+        if head.get("op") == "hello":
+            worker.about = check_about(head)
+            self._ask(worker, {"op": "ping"})
+        elif head.get("op") == "pong":
+            self._measure(worker, waited)
+        elif head.get("op") == "ready" and self.invitation is not None and head.get("run") == self.invitation.run:
+            self._check_ready(worker, message, self.invitation)
+            self.crew.workers[worker.address] = worker
+            return True
+        return False
+
+    def _measure(self, worker: RemoteWorker, waited: float) -> None:
+        """Take in how long a ping took, and send a longer one or the invitation."""
+        worker.delays.append(waited)
+        if len(worker.delays) > 1:
+            pad, extra = PADS[len(worker.delays) - 1], worker.delays[-1] - worker.delays[0]
+            worker.bandwidth = pad / max(1e-4, extra)
+        if len(worker.delays) == 1 or (len(worker.delays) < len(PADS) and worker.bandwidth > FAST):
+            self._ask(worker, {"op": "ping"}, [os.urandom(PADS[len(worker.delays)])])
+        elif self.invitation is not None:
+            self._welcome(worker)
+
+    def _welcome(self, worker: RemoteWorker) -> None:
+        invitation = self.invitation
+        assert invitation is not None
+        header = invitation.header
+        kinds = {header["device"].split(":")[0], worker.about["device"].split(":")[0]}
+        if len(kinds) > 1 and not header["is_portable"]:
+            message = f"its device is {worker.about['device']} and the coordinator's {header['device']}"
+            self.refuse(worker, f"{message}, and torch optimizers differ between them: use adam, sgd or momentum")
+            return
+        worker.pending, worker.batch = {}, -1
+        if invitation.batch is not None:
+            self.crew.send(worker, invitation.batch)
+        shipped = [] if worker.about["has_recipe"] else invitation.recipe
+        self.crew.send(worker, Message({"op": "welcome", "run": invitation.run, "header": dict(header)}, shipped))
+
+    def _check_ready(self, worker: RemoteWorker, message: Message, invitation: Invitation) -> None:
+        head = message.head
+        if "differs" in head:
+            raise BadInput(str(head["differs"])[:500])
+        tell, version = head.get("tell"), head.get("version")
+        is_version = version is None or (isinstance(version, str) and version.rstrip("+").isdecimal())
+        is_whole = head.get("whole")
+        if not (isinstance(tell, int | float) and 0 <= tell < 1e12 and is_version and isinstance(is_whole, bool)):
+            raise BadInput("it does not speak as workers do")
+        scores = np.frombuffer(b"".join(message.arrays), np.float32)
+        if not are_close(scores, invitation.sample, TOLERANCE[invitation.header["plan"]["dtype"]]):
+            raise BadInput("it computes other scores for the same members than the coordinator")
+        worker.version, worker.has_whole_state, worker.tell_seconds = version, is_whole, tell
+
+    def refuse(self, worker: RemoteWorker, reason: str) -> None:
+        """Turn a worker away for good, and say why on both sides."""
+        self.crew.send(worker, Message({"op": "refused", "reason": reason}))
+        self.forget(worker)
+        self.refusals = [*self.refusals[-REFUSALS:], f"{worker.name}: {reason}"]
+        self.crew.say(f"worker {worker.name} is turned away: {reason}")
+
+    def forget(self, worker: RemoteWorker) -> None:
+        """Forget a worker that is gone."""
+        self.known.pop(worker.address, None)
+        self.crew.workers.pop(worker.address, None)
+        past = self.crew.past_bytes
+        self.crew.past_bytes = past[0] + worker.sent, past[1] + worker.received
+
+
+def check_about(head: Head) -> Head:
+    """Return what a worker says about itself, or raise an error if it cannot do the same work."""
+    texts = [head.get(name) for name in ("name", "device", "machine")]
+    if not all(isinstance(text, str) and len(text) < 200 for text in texts) or "has_recipe" not in head:
+        raise BadInput("it does not speak as workers do")
+    for what, version in (("germline", __version__), ("noise", noise.VERSION)):
+        if head.get(what) != version:
+            raise BadInput(f"it has version {head.get(what)} of {what}, and the coordinator {version}")
+    return head
+
+
+def are_close(numbers: Any, expected: Scores, tolerance: float) -> bool:
+    """Return whether scores are equal but for what unlike machines make of them: last bits, and an example or two."""
+    finite = np.isfinite(expected)
+    if numbers.shape != expected.shape or not np.array_equal(finite, np.isfinite(numbers)):
+        return False
+    if not finite.any():
+        return True
+    apart = np.abs(numbers[finite] - expected[finite]) / max(float(np.abs(expected[finite]).max()), 1e-6)
+    return bool(apart.max() <= FAR * tolerance and np.mean(apart <= tolerance) >= 0.5)

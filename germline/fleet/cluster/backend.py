@@ -1,0 +1,64 @@
+"""What a cluster needs of the system that it runs on: its workers, calls to them, and news of them.
+
+Dask and Ray are behind this interface. What is sent to whom, and what becomes of it, is decided above it, once.
+"""
+
+import queue
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+Head = dict[str, Any]
+
+
+class Message(NamedTuple):
+    """A JSON object and arrays of bytes; numbers and names, no code."""
+
+    head: Head
+    arrays: Sequence[bytes] = ()
+
+
+class Event(NamedTuple):
+    """A worker has joined or left, has answered a call, or could not even begin with it."""
+
+    kind: Literal["joined", "answered", "failed", "left"]
+    worker: str
+    message: Message = Message({})
+
+
+class Backend(Protocol):
+    """The workers of a cluster, by name.
+
+    Attributes:
+        address: Where workers or other people find the cluster.
+        events: What has happened, in order.
+    """
+
+    address: str
+    events: "queue.SimpleQueue[Event]"
+
+    def submit(self, worker: str, message: Message) -> int:
+        """Have a worker's ``Responder`` answer a message, after those sent to it before; return the call's number.
+
+        Messages that share one sequence of large arrays upload it once.
+        """
+
+    def cancel(self, call: int) -> None:
+        """Drop a call, if it has not begun."""
+
+    def check(self) -> None:
+        """Raise an error if no worker can come any more."""
+        return
+
+    def close(self) -> None:
+        """Let go of the cluster."""
+
+
+def count_bytes(message: Message, head: int = 0) -> int:
+    """Return the bytes of a message's arrays, and of its head."""
+    return head + sum(map(len, message.arrays))
+
+
+def print_status(text: str) -> None:
+    """Print a line about a cluster to standard error."""
+    print(text, file=sys.stderr, flush=True)
