@@ -106,7 +106,7 @@ class Responder:
             ready = follower.join(message.head["run"], header, self._make_recipe(header, message.arrays), given)
         except Exception as error:
             reason = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
-            return Message({"op": "ready", "differs": reason.rstrip(".")})
+            return Message({"op": "ready", "run": message.head["run"], "differs": reason.rstrip(".")})
         self.say(f"working for a coordinator: {header['recipe'] or 'a run started in Python'} by {header['strategy']}")
         return ready
 
