@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from germline.engine.drivers import TrainMembers, gradient_strategy, member_strategy
+from germline.engine.drivers import CHECK_SIGMA, TrainMembers, gradient_strategy, member_strategy
 from germline.engine.header import recipe_for_run
 from germline.engine.opening import rebuild_from_header
 from germline.engine.session import Session
@@ -80,9 +80,10 @@ class Follower:
             self.run, self.trained = run, {}
             self.set_state("0", session.state, is_whole=True)
             self.given_batch = None if header["data"] else self.given_batch
-        session = self.session
+        session, batch = self.session, self.batch(0)
+        session.scorer.try_module(batch)
         session.scorer.adopt(Plan(**header["plan"]))
-        sample = session.score_sample(self.batch(0))
+        sample = session.score_sample(batch)
         about = {"run": run, "version": self.version, "whole": self.has_whole_state, "tell": self.measure_tell()}
         return Message({"op": "ready", **about}, [sample.tobytes()])
 
@@ -99,10 +100,12 @@ class Follower:
 
     def measure_tell(self) -> float:
         """Return the seconds that a record takes, by trying one with made-up scores."""
-        session = self.session
-        if session.strategy.kind == "train_members":
+        session, strategy = self.session, self.session.strategy
+        if strategy.kind == "train_members":
             return NEVER
-        return time_update(session.strategy, session.state, session.driver.share_update(session).advance)
+        if strategy.needs_probe:  # which these workers are going to score
+            strategy = strategy.with_settings(sigma=CHECK_SIGMA)
+        return time_update(strategy, session.state, session.driver.share_update(session).advance)
 
     def is_ready(self, head: Head) -> bool:
         """Return whether what a message builds on is there."""

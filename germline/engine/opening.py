@@ -177,7 +177,8 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
             raise BadInput(f"The {what} is not that of {run}: a run goes on only with what it began with.")
     session.recipe, session.splits = recipe, splits
     session.batches = make_batches(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
-    session.scorer.try_module(session.batch(0))
+    if session.batches is not None or session.scorer.objective.of_model:
+        session.scorer.try_module(session.batch(0))
     return session
 
 

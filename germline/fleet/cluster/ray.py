@@ -16,9 +16,7 @@ import queue
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pickle import PickleBuffer
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -29,21 +27,15 @@ from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_
 RESPONDER = "germline.fleet.cluster.worker:Responder.from_environment"
 INLINE = 100 << 10  # bytes of a call's arrays; larger ones go through the object store, as Ray does it by default
 LOOK = 1.0  # seconds between looks at the nodes
-CONNECT = 10.0  # seconds for a first connection: Ray tries for two minutes and then ends the process
-
-
-def wrap(arrays: Sequence[bytes]) -> list[PickleBuffer]:
-    """Return arrays in the form that Ray does not copy when it pickles them."""
-    return [PickleBuffer(array) for array in arrays]
-
-
-def unwrap(arrays: Sequence[Any]) -> list[bytes]:
-    """Return copies of the arrays that were wrapped: the object store does not have to keep them any longer."""
-    return [bytes(array) for array in arrays]
+CONNECT = 10.0  # seconds for the first connection: Ray tries for two minutes and then ends the process
 
 
 class Answers:
-    """The actor: it answers the messages of one coordinator, one after another."""
+    """The actor: it answers the messages of one coordinator, one after another.
+
+    Ray does not copy a ``PickleBuffer`` when it pickles it. What arrives is a view of the object store, which does not
+    have to keep what has been copied to bytes.
+    """
 
     def __init__(self, responder: str, device: str, threads: int) -> None:
         if device != "auto":
@@ -52,27 +44,24 @@ class Answers:
 
     def answer(self, head: Head, arrays: Sequence[Any]) -> tuple[Head, list[PickleBuffer]] | None:
         """Return the answer to a message, if it needs one."""
-        answer = self.responder.answer(Message(head, unwrap(arrays)))
-        return None if answer is None else (answer.head, wrap(answer.arrays))
+        answer = self.responder.answer(Message(head, list(map(bytes, arrays))))
+        return None if answer is None else (answer.head, list(map(PickleBuffer, answer.arrays)))
 
 
 class Call(NamedTuple):
     """A call that has not ended, the arrays of its message, and what Ray was given for them."""
 
-    ref: Any
     future: Any
-    sent: Sequence[bytes]
-    upload: Any
+    sent: Sequence[bytes] = ()
+    upload: Any = None
 
 
-@dataclass
-class Worker:
+class Worker(NamedTuple):
     """An actor, its place, which is a node and a number there, and its calls in order."""
 
     actor: Any
     place: tuple[str, int]
-    has_joined: bool = False
-    calls: deque[Call] = field(default_factory=deque)
+    calls: list[Call]
 
 
 class RayBackend(Backend):
@@ -97,11 +86,12 @@ class RayBackend(Backend):
         if self.owns_ray:
             self._connect(address)
         self.address = ray.get_runtime_context().gcs_address
-        self.actor_class = self.ray.remote(Answers)
+        self.actor_class = self.ray.remote(max_restarts=0, enable_task_events=False)(Answers)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.numbers = itertools.count(1)
         self.taken: set[tuple[str, int]] = set()  # places that have an actor, or in which none can start
         self.workers: dict[str, Worker] = {}
+        self.joined: set[str] = set()
         self.lock = threading.Lock()  # of the workers and their calls
         self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # workers, each time that a call of theirs has ended
         self.is_closed = False
@@ -119,24 +109,22 @@ class RayBackend(Backend):
 
     def submit(self, worker: str, message: Message) -> int:
         with self.lock:
-            if worker not in self.workers:  # it has left
-                return next(self.numbers)
-            upload = self._upload(message)
-            ref = self.workers[worker].actor.answer.remote(message.head | {"token": "ray"}, upload)
-            return self._expect(worker, ref, message.arrays, upload)
+            if worker in self.workers:  # it has not left
+                upload = self._upload(message)
+                ref = self.workers[worker].actor.answer.remote(message.head | {"token": "ray"}, upload)
+                self._expect(worker, Call(ref.future(), message.arrays, upload))
+            return next(self.numbers)
 
     def _upload(self, message: Message) -> Any:
+        buffers = list(map(PickleBuffer, message.arrays))
         if count_bytes(message) <= INLINE:
-            return wrap(message.arrays)
+            return buffers
         calls = (call for worker in self.workers.values() for call in worker.calls)
-        uploads = [call.upload for call in calls if call.sent is message.arrays]
-        return uploads[0] if uploads else self.ray.put(wrap(message.arrays))
+        return next((call.upload for call in calls if call.sent is message.arrays), None) or self.ray.put(buffers)
 
-    def _expect(self, worker: str, ref: Any, sent: Sequence[bytes] = (), upload: Any = None) -> int:
-        call = Call(ref, ref.future(), sent, upload)
+    def _expect(self, worker: str, call: Call) -> None:
         self.workers[worker].calls.append(call)
         call.future.add_done_callback(lambda future: self.ended.put(worker))
-        return next(self.numbers)
 
     def cancel(self, call: int) -> None:
         """Leave the call alone: Ray runs whatever it has passed on to an actor, and would only drop the answer."""
@@ -157,7 +145,7 @@ class RayBackend(Backend):
     def _watch(self) -> None:
         """Report what happens until the cluster is closed."""
         look = 0.0
-        while not self.is_closed:
+        while not self.is_closed and self.ray.is_initialized():  # otherwise Ray would start by itself
             if time.monotonic() >= look:
                 self._look()
                 look = time.monotonic() + LOOK
@@ -167,7 +155,7 @@ class RayBackend(Backend):
                 continue
             with self.lock:  # in the order of the calls: a large answer may arrive after the next one
                 while (worker := self.workers.get(name)) and worker.calls and worker.calls[0].future.done():
-                    self._report(name, worker, worker.calls.popleft().future)
+                    self._report(name, worker, worker.calls.pop(0).future)
 
     def _look(self) -> None:
         """Start the actors that nodes lack, and call those that have no call: one that has died fails to answer."""
@@ -177,38 +165,41 @@ class RayBackend(Backend):
                 self._start(node)
             for name, worker in self.workers.items():
                 if not worker.calls:
-                    self._expect(name, worker.actor.__ray_ready__.remote())
+                    self._expect(name, Call(worker.actor.__ray_ready__.remote().future()))
 
     def _start(self, node: dict[str, Any]) -> None:
         cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
         gpus = 0 if self.device == "cpu" else gpus
         count = gpus or int(cpus > 0 and self.device != "cuda")
         pin = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        needs = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_gpus": 0, "num_cpus": 1}
-        actor_class = self.actor_class.options(max_restarts=0, scheduling_strategy=pin, **needs)
+        needs = {"num_gpus": min(1, gpus), "num_cpus": 0 if gpus else 1, "scheduling_strategy": pin}
         for place in {(node["NodeID"], index) for index in range(count)} - self.taken:
-            actor = actor_class.remote(self.responder, self.device, max(1, cpus // count))
-            self.workers[f"{node['NodeManagerHostname']}-{next(self.numbers)}"] = Worker(actor, place)
+            actor = self.actor_class.options(**needs).remote(self.responder, self.device, max(1, cpus // count))
+            self.workers[f"{node['NodeManagerHostname']}-{next(self.numbers)}"] = Worker(actor, place, [])
             self.taken.add(place)
 
     def _report(self, name: str, worker: Worker, future: Any) -> None:
         """Put what a call has led to into the events."""
-        errors, error, had_joined = self.ray.exceptions, future.exception(), worker.has_joined
-        if error is None:
-            worker.has_joined = True
-            if not had_joined:
-                self.events.put(Event("joined", name))
-            elif isinstance(future.result(), tuple):
-                head, arrays = future.result()
-                self.events.put(Event("answered", name, Message(head, unwrap(arrays))))
-            return
+        errors, error = self.ray.exceptions, future.exception()
         reason = str(error).strip().splitlines()[-1]  # without Ray's traceback
         if isinstance(error, errors.RayActorError | errors.ActorUnschedulableError):
-            del self.workers[name]
-            if had_joined:
-                self.events.put(Event("left", name, Message({"reason": reason})))
-            if not getattr(error, "actor_init_failed", False):
-                self.taken.discard(worker.place)
-                return
-            reason = f"{name} cannot start, and Germline must be installed there: {reason}"
-        self.events.put(Event("failed", name, Message({"reason": reason})))
+            self._drop(name, worker, reason, can_start=not getattr(error, "actor_init_failed", False))
+        elif error is not None:
+            self.events.put(Event("failed", name, Message({"reason": reason})))
+        elif name not in self.joined:
+            self.joined.add(name)
+            self.events.put(Event("joined", name))
+        elif isinstance(future.result(), tuple):
+            head, arrays = future.result()
+            self.events.put(Event("answered", name, Message(head, list(map(bytes, arrays)))))
+
+    def _drop(self, name: str, worker: Worker, reason: str, *, can_start: bool) -> None:
+        """Forget a worker that has died; the next look starts another one in its place if that one could start."""
+        del self.workers[name]
+        if name in self.joined:
+            self.events.put(Event("left", name, Message({"reason": reason})))
+        if can_start:
+            self.taken.remove(worker.place)
+        else:
+            reason = f"No worker can start for {name}, where Germline must be installed: {reason}"
+            self.events.put(Event("failed", name, Message({"reason": reason})))

@@ -1,0 +1,234 @@
+"""Ray below a cluster, on a real Ray: workers that come, answer, die, freeze and wake up."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from germline.errors import BadInput
+from germline.fleet.cluster.backend import Event, Message
+from germline.fleet.cluster.ray import RayBackend
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 60.0  # seconds for an event before the test fails
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+ECHO = "tests.echo:Echo"
+
+
+@contextmanager
+def start_ray(*options: str) -> Iterator[None]:
+    """Run a node of Ray on this machine; it has ended when this returns."""
+    command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--num-cpus=2", *options]
+    environment = os.environ | QUIET | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        lines: list[str] = []
+        for line in process.stdout:
+            lines.append(line)
+            if "Ray runtime started" in line:
+                break
+        else:
+            pytest.fail("".join(lines))
+        yield
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[str]:
+    """The address of a Ray of one node with two CPUs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # the paths of sockets must be short
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUIET.items():
+            patch.setenv(name, value)
+        store = f"--object-store-memory={500 << 20}"
+        with start_ray("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}", store):
+            yield f"127.0.0.1:{port}"
+    shutil.rmtree(folder, ignore_errors=True)  # processes that have lost their node write a last line
+
+
+@pytest.fixture
+def backend(head: str) -> Iterator[RayBackend]:
+    backend = RayBackend(head, responder=ECHO)
+    yield backend
+    backend.close()
+    assert not ray.is_initialized()
+
+
+def expect(backend: RayBackend, kind: str) -> Event:
+    """Return the next event, which must be of this kind."""
+    event = backend.events.get(timeout=PATIENCE)
+    assert event.kind == kind, event
+    return event
+
+
+def call(backend: RayBackend, worker: str, *arrays: bytes, **head: object) -> Message:
+    """Return a worker's answer to a message, which must be the next event."""
+    backend.submit(worker, Message({"op": "echo"} | head, arrays))
+    event = expect(backend, "answered")
+    assert event.worker == worker
+    return event.message
+
+
+def count_references() -> int:
+    """Return how many objects this process keeps alive in the cluster."""
+    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+
+def test_a_node_becomes_one_worker_that_uses_all_of_it(backend: RayBackend) -> None:
+    worker = expect(backend, "joined").worker
+    answer = call(backend, worker, b"", b"abc", number=1)
+    assert answer.head["number"] == 1
+    assert answer.head["threads"] == 2
+    assert answer.head["is_shared"] is False
+    assert answer.head["pid"] != os.getpid()
+    assert list(answer.arrays) == [b"", b"abc"]
+    backend.check()
+
+
+def test_calls_are_answered_in_order_with_small_and_large_arrays(backend: RayBackend) -> None:
+    worker = expect(backend, "joined").worker
+    sizes = [0, 20_000_000, 10, 200_000, 20_000_000, 1] * 2
+    sent = [[os.urandom(size), os.urandom(size // 2)] for size in sizes]
+    for number, arrays in enumerate(sent):
+        backend.submit(worker, Message({"op": "echo", "number": number}, arrays))
+    answers = [expect(backend, "answered").message for _ in sent]
+    assert [answer.head["number"] for answer in answers] == list(range(len(sent)))
+    assert [list(answer.arrays) for answer in answers] == sent
+
+
+def test_nothing_is_kept_of_calls_that_have_ended(backend: RayBackend) -> None:
+    worker = expect(backend, "joined").worker
+    call(backend, worker)
+    before = count_references()
+    for number in range(300):
+        call(backend, worker, bytes(200_000) if number % 10 == 0 else b"small")
+    assert count_references() < before + 5  # looking whether the worker is alive is a call as well
+
+
+def test_messages_that_share_arrays_upload_them_once(backend: RayBackend, tmp_path: Path) -> None:
+    worker = expect(backend, "joined").worker
+    gate, arrays = tmp_path / "gate", [bytes(1_000_000)]
+    backend.submit(worker, Message({"op": "wait", "file": str(gate)}))
+    before = count_references()
+    for _ in range(10):
+        backend.submit(worker, Message({"op": "echo"}, arrays))
+    assert count_references() < before + 15  # ten answers and one upload; Ray may forget an earlier call late
+    gate.touch()
+    assert [len(expect(backend, "answered").message.arrays) for _ in range(11)] == [0] + [1] * 10
+
+
+def test_a_cancelled_call_harms_no_other(backend: RayBackend, tmp_path: Path) -> None:
+    worker = expect(backend, "joined").worker
+    gate = tmp_path / "gate"
+    head = {"op": "wait", "file": str(gate)}
+    calls = [backend.submit(worker, Message(head | {"number": number})) for number in range(3)]
+    assert len(set(calls)) == 3
+    backend.cancel(calls[1])
+    gate.touch()
+    answers = [expect(backend, "answered").message.head["number"] for _ in range(3)]
+    assert answers == [0, 1, 2]
+
+
+def test_a_message_may_need_no_answer_or_fail(backend: RayBackend) -> None:
+    worker = expect(backend, "joined").worker
+    backend.submit(worker, Message({"op": "end"}))
+    backend.submit(worker, Message({"op": "raise"}))
+    failed = expect(backend, "failed")
+    assert (failed.worker, failed.message.head["reason"]) == (worker, "ValueError: this message is not liked")
+    assert call(backend, worker).head["answered"] == 2
+
+
+def test_a_killed_worker_leaves_and_another_joins(backend: RayBackend) -> None:
+    idle = expect(backend, "joined").worker
+    os.kill(call(backend, idle).head["pid"], signal.SIGKILL)
+    assert expect(backend, "left").worker == idle
+    busy = expect(backend, "joined").worker
+    assert busy != idle
+    pid = call(backend, busy).head["pid"]
+    for _ in range(2):
+        backend.submit(busy, Message({"op": "wait", "file": "/nowhere/at/all"}))
+    os.kill(pid, signal.SIGKILL)
+    assert expect(backend, "left").worker == busy
+    backend.submit(busy, Message({"op": "echo"}))  # has no effect
+    assert call(backend, expect(backend, "joined").worker).head["answered"] == 1
+
+
+def test_a_late_node_joins_and_a_frozen_worker_holds_up_no_other(backend: RayBackend, head: str) -> None:
+    first = expect(backend, "joined").worker
+    with start_ray(f"--address={head}"):
+        second = expect(backend, "joined").worker
+        pid = call(backend, first).head["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        backend.submit(first, Message({"op": "echo", "number": -1}))
+        for number in range(50):
+            assert call(backend, second, number=number).head["number"] == number
+        os.kill(pid, signal.SIGCONT)
+        late = expect(backend, "answered")
+        assert (late.worker, late.message.head["number"]) == (first, -1)
+        os.kill(pid, signal.SIGSTOP)
+        assert call(backend, second).head["answered"] == 51
+    assert expect(backend, "left").worker == second
+    os.kill(pid, signal.SIGCONT)
+    assert call(backend, first).head["answered"] == 3
+
+
+def test_a_node_with_gpus_has_a_worker_for_each_unless_cpus_are_chosen(head: str) -> None:
+    with start_ray(f"--address={head}", "--num-gpus=2"):  # Ray believes the number
+        backend = RayBackend(head, device="cuda", responder=ECHO)
+        answers = [call(backend, expect(backend, "joined").worker).head for _ in range(2)]
+        assert {answer["CUDA_VISIBLE_DEVICES"] for answer in answers} == {"0", "1"}
+        assert [(answer["threads"], answer["GERMLINE_DEVICE"]) for answer in answers] == [(1, "cuda")] * 2
+        backend.close()
+        backend = RayBackend(head, device="cpu", responder=ECHO)
+        workers = [expect(backend, "joined").worker for _ in range(2)]  # one on each node
+        answers = [call(backend, worker).head for worker in workers]
+        assert [(answer["threads"], answer["GERMLINE_DEVICE"]) for answer in answers] == [(2, "cpu")] * 2
+        backend.close()
+
+
+def test_a_worker_that_cannot_start_says_why(head: str) -> None:
+    backend = RayBackend(head, responder="tests.echo:Refuses")
+    failed = expect(backend, "failed")
+    assert "where Germline must be installed: ImportError: a library is missing" in failed.message.head["reason"]
+    backend.close()
+
+
+def test_a_program_may_have_chosen_its_ray(head: str) -> None:
+    ray.init(head, log_to_driver=False)
+    backend = RayBackend("10.0.0.5:1", responder=ECHO)
+    pid = call(backend, expect(backend, "joined").worker).head["pid"]
+    backend.close()
+    assert ray.is_initialized()
+    ray.shutdown()
+    assert pid
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-port", "127.0.0.1:word"])
+def test_an_address_without_a_cluster_is_an_error_in_words(address: str) -> None:
+    with pytest.raises(BadInput, match=f"the Ray cluster at {address}: "):
+        RayBackend(address)
+
+
+def test_a_machine_without_ray_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BadInput, match=r"pip install 'germline\[ray\]'"):
+        RayBackend()
