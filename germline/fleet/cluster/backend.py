@@ -46,9 +46,8 @@ class Backend(Protocol):
     def cancel(self, call: int) -> None:
         """Drop a call, if it has not begun."""
 
-    def check(self) -> None:
-        """Raise an error if no worker can come any more."""
-        return
+    def look(self) -> None:
+        """Look now and then which workers there are; this is called often."""
 
     def close(self) -> None:
         """Let go of the cluster."""

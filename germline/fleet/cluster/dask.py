@@ -9,7 +9,6 @@ A plain Dask worker can answer these calls where Germline is installed. As a pre
     dask worker tls://HOST:8786 --preload germline.fleet.cluster.dask
 """
 
-import asyncio
 import itertools
 import json
 import pickle
@@ -19,11 +18,10 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from germline.errors import BadInput
 from germline.fleet.cluster.backend import Backend, Event, Message, count_bytes
@@ -36,6 +34,7 @@ INLINE = 1 << 15  # bytes of the arrays of a call or an event; larger ones are u
 SLOTS = 8  # variables of a worker for large answers; it has at most two answers that are not read
 LOOK = 2.0  # seconds between looks at the scheduler, if nothing happens
 DEAF = 8.0  # seconds after which a client that does not hear its own event connects again
+CONNECT = 10.0  # seconds for a connection
 CLOSING = 5.0  # seconds for the last calls
 
 responders_lock = threading.Lock()
@@ -90,8 +89,7 @@ def answer_call(text: str, arrays: Sequence[bytes], slot: str | None) -> None:
     worker.log_event(TOPIC, about)
 
 
-@dataclass
-class ByReference:
+class ByReference(NamedTuple):
     """A call of ``answer_call`` that happens when it is unpickled."""
 
     head: str
@@ -99,34 +97,24 @@ class ByReference:
     slot: str | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return answer_call, (self.head, self.arrays, self.slot)
+        return answer_call, tuple(self)
 
 
-@dataclass
-class Upload:
-    """Arrays that wait in a variable of the scheduler for some calls."""
-
-    slot: str
-    arrays: Sequence[bytes]
-    users: int = 0
-
-
-@dataclass
-class Call:
-    """A task that has not ended."""
+class Call(NamedTuple):
+    """A task that has not ended, and the arrays that it was given by a variable."""
 
     worker: str
     future: Any
-    upload: Upload | None
+    uploaded: Sequence[bytes] | None
 
 
 class DaskBackend(Backend):
     """The workers of a Dask scheduler.
 
     Args:
-        address: The address of the scheduler, such as tls://HOST:8786; ``scheduler`` may be given instead.
+        address: The address of the scheduler, such as tls://HOST:8786.
         security: How connections are secured, as Dask has it.
-        scheduler: A scheduler that this program has started, and starts again if it ends.
+        scheduler: The scheduler, if this program has started it: it starts it again if it ends.
     """
 
     def __init__(self, address: str, security: Any = None, scheduler: SchedulerProcess | None = None) -> None:
@@ -137,174 +125,132 @@ class DaskBackend(Backend):
         self.numbers = itertools.count(1)
         self.workers: set[str] = set()
         self.calls: dict[int, Call] = {}
-        self.uploads: dict[int, Upload] = {}  # by the identity of their arrays
-        self.slots = (f"{TOPIC}-{self.token}-{number}" for number in itertools.count())
+        self.lock = threading.RLock()  # of the calls and the slots: calls end in another thread
+        self.slots: dict[int, str] = {}  # of uploaded arrays, by their identity
         self.free_slots: list[str] = []
+        self.new_slots = (f"{TOPIC}-{self.token}-{number}" for number in itertools.count())
+        self.has_changed, self.last_look, self.heard = True, 0.0, 0.0
         self.client: Any = None
-        self.heard = 0.0  # when this client last heard from itself
-        self.loop = asyncio.new_event_loop()
-        self.outbox: asyncio.Queue[tuple[int, str, Message]] = asyncio.Queue()
-        self.changed = asyncio.Event()
-        self.tasks: set[asyncio.Task[None]] = set()
-        threading.Thread(target=self.loop.run_forever, name="germline-dask", daemon=True).start()
         try:
-            self._run(self._connect())
+            self._connect()
         except (OSError, TimeoutError) as error:
-            self.close()
             raise BadInput(f"There is no Dask scheduler at {address}: {error}.") from error
-        for work in (self._look(), self._send()):
-            self.loop.call_soon_threadsafe(self._start, work)
 
-    def _run(self, work: Any, seconds: float = 30.0) -> None:
-        asyncio.run_coroutine_threadsafe(work, self.loop).result(seconds)
+    def _connect(self) -> None:
+        options = {"security": self.security, "set_as_default": False, "timeout": CONNECT}
+        self.client = self.distributed.Client(self.address, **options)
+        self.client.subscribe_topic(TOPIC, self._hear)
+        self.client.subscribe_topic("all", self._note_change)  # workers come and go
+        self.heard = time.monotonic()
 
-    def _start(self, work: Any) -> None:
-        task = self.loop.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    def look(self) -> None:
+        if not self.has_changed and time.monotonic() - self.last_look < LOOK:
+            return
+        self.has_changed, self.last_look = False, time.monotonic()
+        there: set[str] = set()
+        try:
+            if self.client is None:
+                self._connect()
+            self.client.log_event(TOPIC, {"token": self.token})
+            there = set(self.client.nthreads())
+            if time.monotonic() - self.heard > DEAF:
+                raise TimeoutError("the scheduler does not send events any more")
+        except (OSError, TimeoutError):
+            self._disconnect()
+        for worker in self.workers - there:
+            with self.lock:
+                for number in [number for number, call in self.calls.items() if call.worker == worker]:
+                    self.cancel(number)
+            self.events.put(Event("left", worker))
+        for worker in there - self.workers:
+            self.events.put(Event("joined", worker))
+        self.workers = there
 
-    async def _connect(self) -> None:
-        options = {"asynchronous": True, "set_as_default": False, "timeout": 10}
-        client = await self.distributed.Client(self.address, security=self.security, **options)
-        client.subscribe_topic(TOPIC, self._hear)
-        client.subscribe_topic("all", lambda event: self.changed.set())  # workers come and go
-        self.client, self.heard = client, time.monotonic()
+    def _note_change(self, event: Any) -> None:
+        self.has_changed = True
 
-    async def _look(self) -> None:
-        """Look which workers there are, whenever something has changed, and connect again where necessary."""
-        while True:
-            try:
-                if self.client is None:
-                    await self._connect()
-                await self.client.scheduler.log_event(topic=TOPIC, msg={"token": self.token})
-                there = set(await self.client.scheduler.ncores())
-                if time.monotonic() - self.heard > DEAF:
-                    raise TimeoutError("the scheduler does not send events any more")
-            except (OSError, TimeoutError):
-                there = set()
-                await self._disconnect()
-            for worker in self.workers - there:
-                self._drop_worker(worker)
-            for worker in there - self.workers:
-                self.events.put(Event("joined", worker))
-            self.workers = there
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), LOOK)
-            self.changed.clear()
-
-    async def _disconnect(self) -> None:
+    def _disconnect(self) -> None:
         client, self.client = self.client, None
-        self.uploads.clear()
+        self.calls, self.slots = {}, {}
         if client is not None:
             with suppress(OSError, TimeoutError):
-                await client.close(timeout=1)
+                client.close(timeout=1)
         if self.scheduler is not None:
-            await self.loop.run_in_executor(None, self.scheduler.keep_running)
+            self.scheduler.keep_running()
 
-    def _drop_worker(self, worker: str) -> None:
-        for number in [number for number, call in self.calls.items() if call.worker == worker]:
-            self._forget(number)
-        self.events.put(Event("left", worker))
+    def submit(self, worker: str, message: Message) -> int:
+        number = next(self.numbers)
+        if self.client is not None and worker in self.workers:
+            with self.lock, suppress(OSError, TimeoutError):  # or the client connects, and the worker joins, again
+                self._send(number, worker, message)
+        return number
 
-    async def _send(self) -> None:
-        while True:
-            number, worker, message = await self.outbox.get()
-            if worker in self.workers and self.client is not None:
-                with suppress(OSError, TimeoutError):  # then the client connects again, and the worker joins again
-                    await self._send_call(number, worker, message)
-
-    async def _send_call(self, number: int, worker: str, message: Message) -> None:
-        upload = await self._upload(message.arrays) if count_bytes(message) > INLINE else None
+    def _send(self, number: int, worker: str, message: Message) -> None:
+        is_large = count_bytes(message) > INLINE
+        slot = self._upload(message.arrays) if is_large else None
         head = json.dumps(message.head | {"token": self.token, "call": number})
-        arrays, slot = (list(message.arrays), None) if upload is None else ([], upload.slot)
+        task = pickle.dumps(ByReference(head, [] if is_large else list(message.arrays), slot))
         where = {"workers": [worker], "allow_other_workers": False, "pure": False, "retries": 0, "fifo_timeout": 0}
-        task = pickle.dumps(ByReference(head, arrays, slot))  # the scheduler need not have Germline
+        # the scheduler unpickles functions, and need not have Germline
         future = self.client.submit(pickle.loads, task, key=f"{TOPIC}-{self.token}-{number}", **where)
-        self.calls[number] = Call(worker, future, upload)
-        self._start(self._finish(number, worker, future))
+        self.calls[number] = Call(worker, future, message.arrays if is_large else None)
+        future.add_done_callback(partial(self._end_call, number))
 
-    async def _upload(self, arrays: Sequence[bytes]) -> Upload:
-        upload = self.uploads.get(id(arrays))
-        if upload is None:
-            slot = self.free_slots.pop() if self.free_slots else next(self.slots)
-            upload = self.uploads[id(arrays)] = Upload(slot, arrays)
-            await self.client.scheduler.variable_set(name=slot, data=list(arrays))
-        upload.users += 1
-        return upload
+    def _upload(self, arrays: Sequence[bytes]) -> str:
+        if id(arrays) not in self.slots:
+            slot = self.slots[id(arrays)] = self.free_slots.pop() if self.free_slots else next(self.new_slots)
+            self._set_variable(slot, list(arrays))
+        return self.slots[id(arrays)]
 
-    async def _finish(self, number: int, worker: str, future: Any) -> None:
-        with suppress(asyncio.CancelledError, CancelledError, OSError):  # cancelled, or its scheduler is gone
-            with self.client.as_current():
-                await self.distributed.wait(future)
-            if future.status == "error":
-                error = await future.exception()
-                self.events.put(Event("failed", worker, Message({"reason": f"{type(error).__name__}: {error}"})))
-        self._forget(number)
+    def _set_variable(self, slot: str, value: Any) -> None:
+        self.client.sync(self.client.scheduler.variable_set, name=slot, data=value)
 
-    def _forget(self, number: int) -> None:
-        """Let the scheduler forget a call, whether it has ended or not."""
-        call = self.calls.pop(number, None)
-        if call is None:
-            return
-        call.future.release()
-        if call.upload is not None:
-            call.upload.users -= 1
-            if not call.upload.users and self.uploads.pop(id(call.upload.arrays), None) is not None:
-                self._start(self._empty(call.upload.slot))
-                self.free_slots.append(call.upload.slot)
+    def _end_call(self, number: int, future: Any) -> None:
+        call = self.calls.get(number)
+        if call is not None and future.status == "error":
+            reason = f"{type(future.exception()).__name__}: {future.exception()}"
+            self.events.put(Event("failed", call.worker, Message({"reason": reason})))
+        self.cancel(number)
 
-    async def _empty(self, slot: str) -> None:
-        if self.client is not None:
-            with suppress(OSError):
-                await self.client.scheduler.variable_set(name=slot, data=None)
+    def cancel(self, call: int) -> None:
+        with self.lock:
+            ended = self.calls.pop(call, None)
+            if ended is None:
+                return
+            ended.future.release()
+            arrays = ended.uploaded
+            if arrays is None or any(other.uploaded is arrays for other in self.calls.values()):
+                return
+            slot = self.slots.pop(id(arrays), None)
+            if slot is not None and self.client is not None:
+                with suppress(OSError, TimeoutError):
+                    self._set_variable(slot, None)
+                self.free_slots.append(slot)
 
-    def _hear(self, event: tuple[float, Any]) -> None:
+    async def _hear(self, event: tuple[float, Any]) -> None:
         about = event[1]
         if not isinstance(about, dict) or about.get("token") != self.token:
             return  # of another coordinator
         if "worker" not in about:
             self.heard = time.monotonic()
-        elif "slot" in about:
-            self._start(self._download(about))
-        else:
-            self._put_answer(about)
-
-    async def _download(self, about: dict[str, Any]) -> None:
-        with suppress(OSError, TimeoutError):
-            record = await self.client.scheduler.variable_get(name=about["slot"], timeout=60)
-            self._put_answer(about | {"arrays": record["value"] or ()})
-            await self._empty(about["slot"])
-
-    def _put_answer(self, about: dict[str, Any]) -> None:
+            return
         try:
-            message = Message(dict(json.loads(about["head"])), list(about["arrays"]))
-            self.events.put(Event("answered", about["worker"], message))
+            arrays, slot, scheduler = about.get("arrays", ()), about.get("slot"), self.client.scheduler
+            if slot is not None:
+                arrays = (await scheduler.variable_get(name=slot, timeout=60))["value"] or ()
+                await scheduler.variable_set(name=slot, data=None)
+            self.events.put(Event("answered", about["worker"], Message(dict(json.loads(about["head"])), list(arrays))))
         except Exception as error:  # whatever a worker has sent
             self.events.put(Event("failed", about["worker"], Message({"reason": f"{type(error).__name__}: {error}"})))
 
-    def submit(self, worker: str, message: Message) -> int:
-        number = next(self.numbers)
-        self.loop.call_soon_threadsafe(self.outbox.put_nowait, (number, worker, message))
-        return number
-
-    def cancel(self, call: int) -> None:
-        self.loop.call_soon_threadsafe(self._forget, call)
-
     def close(self) -> None:
-        async def end() -> None:
-            until = time.monotonic() + CLOSING
-            while self.client is not None and (self.calls or self.outbox.qsize()) and time.monotonic() < until:
-                await asyncio.sleep(0.02)
-            for task in self.tasks - {asyncio.current_task()}:
-                task.cancel()
-            if self.client is not None:
-                for topic in (TOPIC, "all"):
-                    self.client.unsubscribe_topic(topic)
-                await self.client.close(timeout=2)
-
-        if self.loop.is_running():
-            with suppress(TimeoutError, OSError):
-                self._run(end(), CLOSING + 5)
-            self.loop.call_soon_threadsafe(self.loop.stop)
+        until = time.monotonic() + CLOSING
+        while self.client is not None and self.calls and time.monotonic() < until:
+            time.sleep(0.02)
+        if self.client is not None:
+            with suppress(OSError, TimeoutError):
+                self.client.unsubscribe_topic(TOPIC)
+                self.client.unsubscribe_topic("all")
+                self.client.close(timeout=2)
         if self.scheduler is not None:
             self.scheduler.end()

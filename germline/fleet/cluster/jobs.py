@@ -232,6 +232,7 @@ class Coordinator:
     def take_events(self, seconds: float) -> list[tuple[RemoteWorker, Message]]:
         """Take in all events, after waiting up to some seconds for the first; return the answers among them."""
         answers, until = [], time.monotonic() + seconds
+        self.backend.look()
         while True:
             try:
                 event = self.backend.events.get(timeout=max(0.0, until - time.monotonic()))
@@ -241,12 +242,13 @@ class Coordinator:
             worker = self.admission.known.get(event.worker)
             if event.kind == "joined":
                 self.admission.greet(event.worker)
+            elif worker is None and event.kind == "failed":
+                self.crew.say(f"worker {event.worker} has failed: {event.message.head.get('reason')}")
             elif worker is not None and (answer := self._take_event(worker, event)) is not None:
                 answers.append((worker, answer))
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
             self.crew.say(f"there are no workers: waiting for some at {self.backend.address}")
-        self.backend.check()
         self.check_processes()
         return answers
 

@@ -17,11 +17,12 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pickle import PickleBuffer
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from germline.errors import BadInput, FleetLostError
+from germline.errors import BadInput
 from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes
 
 RESPONDER = "germline.fleet.cluster.worker:Responder.from_environment"
@@ -51,17 +52,9 @@ class Answers:
 class Call(NamedTuple):
     """A call that has not ended, the arrays of its message, and what Ray was given for them."""
 
-    future: Any
-    sent: Sequence[bytes] = ()
-    upload: Any = None
-
-
-class Worker(NamedTuple):
-    """An actor, its place, which is a node and a number there, and its calls in order."""
-
-    actor: Any
-    place: tuple[str, int]
-    calls: list[Call]
+    worker: str
+    sent: Sequence[bytes]
+    upload: Any
 
 
 class RayBackend(Backend):
@@ -89,14 +82,11 @@ class RayBackend(Backend):
         self.actor_class = self.ray.remote(max_restarts=0, enable_task_events=False)(Answers)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.numbers = itertools.count(1)
-        self.taken: set[tuple[str, int]] = set()  # places that have an actor, or in which none can start
-        self.workers: dict[str, Worker] = {}
-        self.joined: set[str] = set()
-        self.lock = threading.Lock()  # of the workers and their calls
-        self.ended: queue.SimpleQueue[str] = queue.SimpleQueue()  # workers, each time that a call of theirs has ended
-        self.is_closed = False
-        self.thread = threading.Thread(target=self._watch, name="germline-ray", daemon=True)
-        self.thread.start()
+        self.places: dict[tuple[str, int], str | None] = {}  # a node and a number there: its worker, or None for ever
+        self.actors: dict[str, Any] = {}
+        self.calls: dict[int, Call] = {}
+        self.lock = threading.RLock()  # calls end in another thread
+        self.last_look = 0.0
 
     def _connect(self, address: str | None) -> None:
         try:
@@ -107,99 +97,82 @@ class RayBackend(Backend):
         except (OSError, ValueError, RuntimeError) as error:
             raise BadInput(f"Cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
 
-    def submit(self, worker: str, message: Message) -> int:
+    def look(self) -> None:
+        if time.monotonic() - self.last_look < LOOK:
+            return
+        self.last_look = time.monotonic()
+        for node in self.ray.nodes():
+            if node["Alive"]:
+                self._start_actors(node)
         with self.lock:
-            if worker in self.workers:  # it has not left
-                upload = self._upload(message)
-                ref = self.workers[worker].actor.answer.remote(message.head | {"token": "ray"}, upload)
-                self._expect(worker, Call(ref.future(), message.arrays, upload))
-            return next(self.numbers)
+            for name, actor in self.actors.items():  # one that has died fails to answer
+                if not any(call.worker == name for call in self.calls.values()):
+                    self._expect(name, actor.__ray_ready__.remote())
 
-    def _upload(self, message: Message) -> Any:
-        buffers = list(map(PickleBuffer, message.arrays))
-        if count_bytes(message) <= INLINE:
-            return buffers
-        calls = (call for worker in self.workers.values() for call in worker.calls)
-        return next((call.upload for call in calls if call.sent is message.arrays), None) or self.ray.put(buffers)
-
-    def _expect(self, worker: str, call: Call) -> None:
-        self.workers[worker].calls.append(call)
-        call.future.add_done_callback(lambda future: self.ended.put(worker))
-
-    def cancel(self, call: int) -> None:
-        """Leave the call alone: Ray runs whatever it has passed on to an actor, and would only drop the answer."""
-
-    def check(self) -> None:
-        if not self.thread.is_alive():
-            raise FleetLostError(f"The connection to the Ray cluster at {self.address} is lost.")
-
-    def close(self) -> None:
-        self.is_closed = True
-        self.ended.put("")
-        self.thread.join()
-        for worker in self.workers.values():
-            self.ray.kill(worker.actor)
-        if self.owns_ray:
-            self.ray.shutdown()
-
-    def _watch(self) -> None:
-        """Report what happens until the cluster is closed."""
-        look = 0.0
-        while not self.is_closed and self.ray.is_initialized():  # otherwise Ray would start by itself
-            if time.monotonic() >= look:
-                self._look()
-                look = time.monotonic() + LOOK
-            try:
-                name = self.ended.get(timeout=max(0.0, look - time.monotonic()))
-            except queue.Empty:
-                continue
-            with self.lock:  # in the order of the calls: a large answer may arrive after the next one
-                while (worker := self.workers.get(name)) and worker.calls and worker.calls[0].future.done():
-                    self._report(name, worker, worker.calls.pop(0).future)
-
-    def _look(self) -> None:
-        """Start the actors that nodes lack, and call those that have no call: one that has died fails to answer."""
-        nodes = [node for node in self.ray.nodes() if node["Alive"]]
-        with self.lock:
-            for node in nodes:
-                self._start(node)
-            for name, worker in self.workers.items():
-                if not worker.calls:
-                    self._expect(name, Call(worker.actor.__ray_ready__.remote().future()))
-
-    def _start(self, node: dict[str, Any]) -> None:
+    def _start_actors(self, node: dict[str, Any]) -> None:
         cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
         gpus = 0 if self.device == "cpu" else gpus
         count = gpus or int(cpus > 0 and self.device != "cuda")
         pin = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         needs = {"num_gpus": min(1, gpus), "num_cpus": 0 if gpus else 1, "scheduling_strategy": pin}
-        for place in {(node["NodeID"], index) for index in range(count)} - self.taken:
-            actor = self.actor_class.options(**needs).remote(self.responder, self.device, max(1, cpus // count))
-            self.workers[f"{node['NodeManagerHostname']}-{next(self.numbers)}"] = Worker(actor, place, [])
-            self.taken.add(place)
+        for place in {(node["NodeID"], index) for index in range(count)} - set(self.places):
+            name = self.places[place] = f"{node['NodeManagerHostname']}-{next(self.numbers)}"
+            options = self.responder, self.device, max(1, cpus // count)
+            self.actors[name] = self.actor_class.options(**needs).remote(*options)
+            self.events.put(Event("joined", name))
 
-    def _report(self, name: str, worker: Worker, future: Any) -> None:
-        """Put what a call has led to into the events."""
+    def submit(self, worker: str, message: Message) -> int:
+        with self.lock:
+            if worker not in self.actors:  # it has left
+                return next(self.numbers)
+            upload = self._upload(message)
+            ref = self.actors[worker].answer.remote(message.head | {"token": "ray"}, upload)
+            return self._expect(worker, ref, message.arrays, upload)
+
+    def _upload(self, message: Message) -> Any:
+        buffers = list(map(PickleBuffer, message.arrays))
+        if count_bytes(message) <= INLINE:
+            return buffers
+        uploads = (call.upload for call in self.calls.values() if call.sent is message.arrays)
+        return next(uploads, None) or self.ray.put(buffers)
+
+    def _expect(self, worker: str, ref: Any, sent: Sequence[bytes] = (), upload: Any = None) -> int:
+        number = next(self.numbers)
+        self.calls[number] = Call(worker, sent, upload)
+        ref.future().add_done_callback(partial(self._end_call, number, worker))
+        return number
+
+    def _end_call(self, number: int, worker: str, future: Any) -> None:
         errors, error = self.ray.exceptions, future.exception()
         reason = str(error).strip().splitlines()[-1]  # without Ray's traceback
-        if isinstance(error, errors.RayActorError | errors.ActorUnschedulableError):
-            self._drop(name, worker, reason, can_start=not getattr(error, "actor_init_failed", False))
-        elif error is not None:
-            self.events.put(Event("failed", name, Message({"reason": reason})))
-        elif name not in self.joined:
-            self.joined.add(name)
-            self.events.put(Event("joined", name))
-        elif isinstance(future.result(), tuple):
-            head, arrays = future.result()
-            self.events.put(Event("answered", name, Message(head, list(map(bytes, arrays)))))
+        with self.lock:
+            self.calls.pop(number, None)
+            if isinstance(error, errors.RayActorError | errors.ActorUnschedulableError):
+                self._drop_actor(worker, reason, can_start=not getattr(error, "actor_init_failed", False))
+            elif error is not None:
+                self.events.put(Event("failed", worker, Message({"reason": reason})))
+            elif isinstance(future.result(), tuple):
+                head, arrays = future.result()
+                self.events.put(Event("answered", worker, Message(head, list(map(bytes, arrays)))))
 
-    def _drop(self, name: str, worker: Worker, reason: str, *, can_start: bool) -> None:
+    def _drop_actor(self, worker: str, reason: str, *, can_start: bool) -> None:
         """Forget a worker that has died; the next look starts another one in its place if that one could start."""
-        del self.workers[name]
-        if name in self.joined:
-            self.events.put(Event("left", name, Message({"reason": reason})))
+        if self.actors.pop(worker, None) is None:
+            return
+        place = next(place for place, name in self.places.items() if name == worker)
         if can_start:
-            self.taken.remove(worker.place)
+            del self.places[place]
         else:
-            reason = f"No worker can start for {name}, where Germline must be installed: {reason}"
-            self.events.put(Event("failed", name, Message({"reason": reason})))
+            self.places[place] = None
+            reason = f"no worker can start, Germline must be installed there: {reason}"
+            self.events.put(Event("failed", worker, Message({"reason": reason})))
+        self.events.put(Event("left", worker))
+
+    def cancel(self, call: int) -> None:
+        """Leave the call alone: Ray runs whatever it has passed on to an actor, and would only drop the answer."""
+
+    def close(self) -> None:
+        for actor in self.actors.values():
+            self.ray.kill(actor)
+        if self.owns_ray:
+            self.ray.shutdown()
