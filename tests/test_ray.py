@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -178,6 +178,12 @@ def test_a_killed_worker_leaves_and_another_joins(backend: RayBackend) -> None:
     assert call(backend, expect(backend, "joined").worker).head["answered"] == 1
 
 
+def test_a_worker_that_cannot_start_says_why(head: str) -> None:
+    with closing(RayBackend(head, responder="tests.echo:Refuses")) as backend:
+        failed = expect(backend, "failed")
+        assert "Germline must be installed there: ImportError: a library is missing" in failed.message.head["reason"]
+
+
 def test_a_late_node_joins_and_a_frozen_worker_holds_up_no_other(backend: RayBackend, head: str) -> None:
     first = expect(backend, "joined").worker
     with start_ray(f"--address={head}"):
@@ -210,15 +216,6 @@ def test_a_node_with_gpus_has_a_worker_for_each_unless_cpus_are_chosen(head: str
         answers = [call(backend, worker).head for worker in workers]
         assert [(answer["threads"], answer["GERMLINE_DEVICE"]) for answer in answers] == [(2, "cpu")] * 2
         backend.close()
-
-
-def test_a_worker_that_cannot_start_says_why(head: str) -> None:
-    backend = RayBackend(head, responder="tests.echo:Refuses")
-    expect(backend, "joined")
-    failed = expect(backend, "failed")
-    assert "Germline must be installed there: ImportError: a library is missing" in failed.message.head["reason"]
-    expect(backend, "left")
-    backend.close()
 
 
 def test_a_program_may_have_chosen_its_ray(head: str) -> None:

@@ -84,6 +84,7 @@ class RayBackend(Backend):
         self.numbers = itertools.count(1)
         self.places: dict[tuple[str, int], str | None] = {}  # a node and a number there: its worker, or None for ever
         self.actors: dict[str, Any] = {}
+        self.joined: set[str] = set()
         self.calls: dict[int, Call] = {}
         self.lock = threading.RLock()  # calls end in another thread
         self.last_look = 0.0
@@ -119,7 +120,6 @@ class RayBackend(Backend):
             name = self.places[place] = f"{node['NodeManagerHostname']}-{next(self.numbers)}"
             options = self.responder, self.device, max(1, cpus // count)
             self.actors[name] = self.actor_class.options(**needs).remote(*options)
-            self.events.put(Event("joined", name))
 
     def submit(self, worker: str, message: Message) -> int:
         with self.lock:
@@ -151,6 +151,9 @@ class RayBackend(Backend):
                 self._drop_actor(worker, reason, can_start=not getattr(error, "actor_init_failed", False))
             elif error is not None:
                 self.events.put(Event("failed", worker, Message({"reason": reason})))
+            elif worker not in self.joined:  # it has been made
+                self.joined.add(worker)
+                self.events.put(Event("joined", worker))
             elif isinstance(future.result(), tuple):
                 head, arrays = future.result()
                 self.events.put(Event("answered", worker, Message(head, list(map(bytes, arrays)))))
@@ -166,7 +169,8 @@ class RayBackend(Backend):
             self.places[place] = None
             reason = f"no worker can start, Germline must be installed there: {reason}"
             self.events.put(Event("failed", worker, Message({"reason": reason})))
-        self.events.put(Event("left", worker))
+        if worker in self.joined:
+            self.events.put(Event("left", worker))
 
     def cancel(self, call: int) -> None:
         """Leave the call alone: Ray runs whatever it has passed on to an actor, and would only drop the answer."""
