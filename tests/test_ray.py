@@ -9,14 +9,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import germline as gl
+from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet.cluster.backend import Event, Message
 from germline.fleet.cluster.ray import RayBackend
+from tests.test_cluster import GENERATIONS, make_digits, train
 
 ray = pytest.importorskip("ray")
 
@@ -216,6 +220,32 @@ def test_a_node_with_gpus_has_a_worker_for_each_unless_cpus_are_chosen(head: str
         answers = [call(backend, worker).head for worker in workers]
         assert [(answer["threads"], answer["GERMLINE_DEVICE"]) for answer in answers] == [(2, "cpu")] * 2
         backend.close()
+
+
+@pytest.mark.parametrize("fault", ["none", "killed", "frozen", "late"])
+def test_a_run_on_ray_has_the_weights_of_one_process(fault: str, head: str, tmp_path: Path) -> None:
+    """A worker dies, freezes for a while, or a node joins late; the scores are the same."""
+    expected = train(make_digits(), gl.Local("cpu"), tmp_path / "local", GENERATIONS)
+    frozen: list[int] = []
+    with ExitStack() as stack:
+        if fault != "late":
+            stack.enter_context(start_ray(f"--address={head}"))
+        fleet = gl.Ray(head, device="cpu")
+        stack.callback(fleet.close)
+
+        def strike(session: Session, row: Any) -> None:
+            workers = [worker.name for worker in fleet.crew.workers.values()]
+            if row["generation"] == 10 and fault == "late":
+                stack.enter_context(start_ray(f"--address={head}"))
+            if row["generation"] == 10 and fault in ("killed", "frozen"):
+                pid = int(workers[0].rpartition("-")[2])
+                os.kill(pid, signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+                frozen.extend([pid] if fault == "frozen" else [])
+            if row["generation"] == 40 and frozen:
+                os.kill(frozen.pop(), signal.SIGCONT)
+
+        assert train(make_digits(), fleet, tmp_path / "ray", GENERATIONS, strike) == expected
+        assert not frozen
 
 
 def test_a_program_may_have_chosen_its_ray(head: str) -> None:
