@@ -262,7 +262,7 @@ def main() -> None:
         ratio = count / lasted * options.seconds
         text = f"{limit}, {most:.0%} busy" if most > 0.5 else "none" if ratio > 0.8 else "workers' links and latency"
         seconds = f"{simulation.scheduling / count:.3f} + {simulation.handling / count:.3f}"
-        rates = f"{count / lasted:.4f} | {ratio:.2f} | {out / 1e6:.2f} | {received / 1e6:.2f}"
+        rates = f"{count / lasted:.2g} | {ratio:.2g} | {out / 1e6:.2f} | {received / 1e6:.2f}"
         print(f"| {size:,} | {simulation.population:,} | {rates} | {seconds} | {text} |", flush=True)
 
 

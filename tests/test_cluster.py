@@ -89,10 +89,10 @@ class ThreadCluster:
         self.fleet.coordinator.check_processes = self.check_workers
         send = self.fleet.crew.send
 
-        def count_and_send(worker: RemoteWorker, message: Message) -> int:
+        def count_and_send(worker: RemoteWorker, message: Message) -> None:
             self.sent[message.head["op"]] += 1
             self.sizes[message.head["op"]] += sum(map(len, message.arrays))
-            return send(worker, message)
+            send(worker, message)
 
         self.fleet.crew.send = count_and_send  # type: ignore[method-assign]
 

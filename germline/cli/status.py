@@ -16,9 +16,11 @@ from germline.engine.session import Session
 from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Cluster
+from germline.fleet.cluster.crew import RemoteWorker
 from germline.fleet.cluster.processes import parse_address
 
 POINTS = 500  # of a curve
+SILENCE = 8.0  # seconds after which a worker that owes an answer is called silent
 PAGE = resources.files("germline.cli").joinpath("status.html").read_text(encoding="utf-8")
 
 
@@ -65,7 +67,7 @@ class Status:
             "numbers": numbers,
             "metrics": metrics,
             "curve": [{key: row[key] for key in ("generation", "best", "mean")} for row in rows[::step]],
-            "workers": fleet.describe_workers(),
+            "workers": describe_workers(fleet),
             "turned_away": fleet.admission.refusals[-5:],
         }
 
@@ -79,7 +81,7 @@ class Status:
     def table(self) -> Table:
         """Return the table of workers for a terminal."""
         table = Table("worker", "device", "machine", "state", "members/s", "share", "sent", "received", box=None)
-        for w in self.fleet.describe_workers():
+        for w in describe_workers(self.fleet):
             numbers = (f"{w['members_per_second']:.0f}", f"{100 * w['share']:.0f} %")
             traffic = (f"{w['bytes_sent']:,}", f"{w['bytes_received']:,}")
             table.add_row(*map(Text, (w["name"], w["device"], w["machine"], w["state"], *numbers, *traffic)))
@@ -126,6 +128,37 @@ class Status:
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
+
+
+def describe_workers(fleet: Cluster) -> list[dict[str, Any]]:
+    """Return what people want to know of each worker of a cluster."""
+    workers, generation = list(fleet.crew.workers.values()), fleet.coordinator.generation
+    total = sum(worker.rate for worker in workers if worker.is_useful(generation)) or 1.0
+    return [
+        {
+            "name": worker.name,
+            "device": worker.about.get("device"),
+            "machine": worker.about.get("machine"),
+            "state": describe_state(worker, generation),
+            "members_per_second": fleet.block * worker.rate,
+            "share": worker.rate / total if worker.is_useful(generation) else 0.0,
+            "busy_seconds": worker.busy_seconds,
+            "answers": worker.answers,
+            "pieces": worker.pieces,
+            "bytes_sent": worker.received,
+            "bytes_received": worker.sent,
+        }
+        for worker in workers
+    ]
+
+
+def describe_state(worker: RemoteWorker, generation: int) -> str:
+    """Return the state of a worker in a few words."""
+    if worker.pending and time.monotonic() - worker.last_heard > SILENCE:
+        return "silent"
+    if not worker.is_useful(generation):
+        return "too slow to be of use" if any(worker.rates.values()) else "new"
+    return "follows by records" if worker.has_whole_state else "is sent weights"
 
 
 def replace_nonfinite(value: Any) -> Any:

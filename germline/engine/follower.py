@@ -202,7 +202,7 @@ class Follower:
 
     def train_members(self, head: Head, arrays: Sequence[bytes]) -> tuple[Head | None, list[bytes]]:
         """Train some members, which are sent or made of those of the last generation; keep them, return scores."""
-        session, generation, numbers = self.session, head["generation"], head["members"]
+        session, generation, numbers = self.session, head["generation"], range(head["first"], head["last"])
         strategy, sent = member_strategy(session), [n for n in numbers if n not in head["made"]]
         templates = [strategy.moments(session.state, 0)] * len(sent)
         try:

@@ -106,7 +106,7 @@ class Admission:
             message = f"its device is {worker.about['device']} and the coordinator's {header['device']}"
             self.refuse(worker, f"{message}, and torch optimizers differ between them: use adam, sgd or momentum")
             return
-        worker.pending, worker.batch = {}, -1
+        worker.pending, worker.batch = set(), -1
         if invitation.batch is not None:
             self.crew.send(worker, invitation.batch)
         shipped = [] if worker.about["has_recipe"] else invitation.recipe

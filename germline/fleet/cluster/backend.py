@@ -37,14 +37,11 @@ class Backend(Protocol):
     address: str
     events: "queue.SimpleQueue[Event]"
 
-    def submit(self, worker: str, message: Message) -> int:
-        """Have a worker's ``Responder`` answer a message, after those sent to it before; return the call's number.
+    def submit(self, worker: str, message: Message) -> None:
+        """Have a worker's ``Responder`` answer a message, after those that it was sent before.
 
         Messages that share one sequence of large arrays upload it once.
         """
-
-    def cancel(self, call: int) -> None:
-        """Drop a call, if it has not begun."""
 
     def look(self) -> None:
         """Look now and then which workers there are; this is called often."""

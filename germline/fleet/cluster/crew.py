@@ -40,7 +40,7 @@ class RemoteWorker:
         last_useful: The generation in which an answer was last used.
         batch: The number of the batch that it was sent last, where batches are sent.
         strikes: How often in a row it had other weights than it was sent.
-        pending: The calls whose answers are awaited, by job and chunk.
+        pending: Job and chunk of each answer that is awaited.
         sent: Bytes to it.
         received: Bytes from it.
         last_heard: When it last answered.
@@ -61,7 +61,7 @@ class RemoteWorker:
     busy_seconds: float = 0.0
     answers: int = 0
     strikes: int = 0
-    pending: dict[tuple[int, int], int] = field(default_factory=dict)
+    pending: set[tuple[int, int]] = field(default_factory=set)
     sent: int = 0
     received: int = 0
     last_heard: float = field(default_factory=time.monotonic)
@@ -79,14 +79,6 @@ class RemoteWorker:
     def is_useful(self, generation: int) -> bool:
         """Return whether an answer was used in the last generations."""
         return generation - self.last_useful <= 2
-
-    def describe(self, generation: int, timeout: float) -> str:
-        """Return the state of the worker in a few words."""
-        if self.pending and time.monotonic() - self.last_heard > timeout / 2:
-            return "silent"
-        if not self.is_useful(generation):
-            return "too slow to be of use" if any(self.rates.values()) else "new"
-        return "follows by records" if self.has_whole_state else "is sent weights"
 
     def measure(self, kind: str, pieces: int, seconds: Any, waited: float = 0.0) -> None:
         """Take in the speed of an answer, with the time of its way and of what the worker had to do before."""
@@ -113,10 +105,10 @@ class Crew:
         """Forget the records of a run, and who was let in."""
         self.workers, self.records, self.record_bytes, self.prepared = {}, {}, 0, ("", None)
 
-    def send(self, worker: RemoteWorker, message: Message) -> int:
-        """Send a message to a worker; return the number of the call."""
+    def send(self, worker: RemoteWorker, message: Message) -> None:
+        """Send a message to a worker."""
         worker.sent += count_bytes(message, len(json.dumps(message.head)))
-        return self.backend.submit(worker.address, message)
+        self.backend.submit(worker.address, message)
 
     def record(self, strategy: AnyStrategy, state: Any, result: GenerationResult, job: int) -> None:
         """Keep a result, and send it to the workers that follow by records and are up to date."""

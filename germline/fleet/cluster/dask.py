@@ -160,7 +160,7 @@ class DaskBackend(Backend):
         for worker in self.workers - there:
             with self.lock:
                 for number in [number for number, call in self.calls.items() if call.worker == worker]:
-                    self.cancel(number)
+                    self._forget(number)
             self.events.put(Event("left", worker))
         for worker in there - self.workers:
             self.events.put(Event("joined", worker))
@@ -178,15 +178,13 @@ class DaskBackend(Backend):
         if self.scheduler is not None:
             self.scheduler.keep_running()
 
-    def submit(self, worker: str, message: Message) -> int:
-        number = next(self.numbers)
+    def submit(self, worker: str, message: Message) -> None:
         if self.client is not None and worker in self.workers:
             with self.lock, suppress(OSError, TimeoutError):  # or the client connects, and the worker joins, again
-                self._send(number, worker, message)
-        return number
+                self._send(worker, message)
 
-    def _send(self, number: int, worker: str, message: Message) -> None:
-        is_large = count_bytes(message) > INLINE
+    def _send(self, worker: str, message: Message) -> None:
+        number, is_large = next(self.numbers), count_bytes(message) > INLINE
         slot = self._upload(message.arrays) if is_large else None
         head = json.dumps(message.head | {"token": self.token, "call": number})
         task = pickle.dumps(ByReference(head, [] if is_large else list(message.arrays), slot))
@@ -210,11 +208,12 @@ class DaskBackend(Backend):
         if call is not None and future.status == "error":
             reason = f"{type(future.exception()).__name__}: {future.exception()}"
             self.events.put(Event("failed", call.worker, Message({"reason": reason})))
-        self.cancel(number)
+        self._forget(number)
 
-    def cancel(self, call: int) -> None:
+    def _forget(self, number: int) -> None:
+        """Have the scheduler forget a call, and its arrays if no other call needs them."""
         with self.lock:
-            ended = self.calls.pop(call, None)
+            ended = self.calls.pop(number, None)
             if ended is None:
                 return
             ended.future.release()

@@ -9,7 +9,7 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,16 +51,15 @@ class Cluster(Fleet):
     Args:
         backend: Dask or Ray.
         device: The device of the coordinator, which checks samples of the workers' scores.
-        check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
     group: ClassVar[Solo] = Solo()
 
-    def __init__(self, backend: Backend, device: str, check_processes: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, backend: Backend, device: str) -> None:
         self.backend, self.device, self.executor = backend, device, Executor()
         self.crew = Crew(backend)
         self.admission = Admission(self.crew)
-        self.coordinator = Coordinator(backend, self.crew, self.admission, check_processes)
+        self.coordinator = Coordinator(backend, self.crew, self.admission)
         self.block = 1  # members of a piece
         self.counted = (0, 0)  # bytes sent and received at the last count
         atexit.register(self.close)
@@ -141,28 +140,8 @@ class Cluster(Fleet):
     def share_members(
         self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool
     ) -> RemoteMembers:
-        return RemoteMembers(strategy, LocalUpdate(strategy, field, maximize), self.coordinator, self.executor)
-
-    def describe_workers(self) -> list[dict[str, Any]]:
-        """Return what people want to know of each worker."""
-        workers, generation = list(self.crew.workers.values()), self.coordinator.generation
-        total = sum(worker.rate for worker in workers if worker.is_useful(generation)) or 1.0
-        return [
-            {
-                "name": worker.name,
-                "device": worker.about.get("device"),
-                "machine": worker.about.get("machine"),
-                "state": worker.describe(generation, TIMEOUT),
-                "members_per_second": self.block * worker.rate,
-                "share": worker.rate / total if worker.is_useful(generation) else 0.0,
-                "busy_seconds": worker.busy_seconds,
-                "answers": worker.answers,
-                "pieces": worker.pieces,
-                "bytes_sent": worker.received,
-                "bytes_received": worker.sent,
-            }
-            for worker in workers
-        ]
+        local, members = LocalUpdate(strategy, field, maximize), range(strategy.population)
+        return RemoteMembers(strategy, local, self.coordinator, self.executor, members)
 
     def count_bytes(self) -> tuple[int, int]:
         workers, past, before = list(self.admission.known.values()), self.crew.past_bytes, self.counted
@@ -219,13 +198,10 @@ class Elastic(Cluster):
         except OSError as error:
             message = f"Cannot listen on {host}:{port}: {error}"
             raise BadInput(f"{message}. Choose another address with --listen.") from error
-        self.processes = LocalWorkers()
-        super().__init__(DaskBackend(scheduler.address, security, scheduler), device, self._check_processes)
+        super().__init__(DaskBackend(scheduler.address, security, scheduler), device)
         given = {"--recipe": recipe, "--device": device, "--keys": folder, "--strategy": strategy}
-        self.processes.start(workers, scheduler.address, given)
-
-    def _check_processes(self) -> None:
-        self.processes.check(has_workers=bool(self.crew.workers))
+        self.processes = LocalWorkers(workers, scheduler.address, given)
+        self.coordinator.check_processes = lambda: self.processes.check(has_workers=bool(self.crew.workers))
 
     def close(self, *, ended: bool = False) -> None:
         super().close(ended=ended or bool(self.processes.processes))

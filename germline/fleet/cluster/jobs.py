@@ -1,5 +1,6 @@
 """Jobs of a cluster: work that is cut into pieces, scheduled on workers, checked, and put together in order."""
 
+import itertools
 import json
 import queue
 import time
@@ -117,7 +118,7 @@ class Coordinator:
     backend: Backend
     crew: Crew
     admission: Admission
-    check_processes: Callable[[], None]
+    check_processes: Callable[[], None] = lambda: None
     is_open: bool = False
     generation: int = 0
     job_number: int = 0
@@ -130,7 +131,7 @@ class Coordinator:
         self.take_events(0.0)
         for worker in self.crew.workers.values():
             if self.generation - worker.last_useful > FORGIVEN:  # it was too slow, and may not be any more
-                worker.last_useful, worker.rates, worker.pending = self.generation, {}, {}
+                worker.last_useful, worker.rates, worker.pending = self.generation, {}, set()
         rates = {address: worker.rates.get(job.kind, 0.0) for address, worker in self.crew.workers.items()}
         scheduler = self.scheduler = ChunkScheduler(job.pieces, rates)
         while not scheduler.is_finished:
@@ -148,33 +149,24 @@ class Coordinator:
                 worker.pieces += chunk.size
                 worker.strikes, worker.last_useful = 0, self.generation
                 scheduler.rates[worker.address] = worker.rates.get(job.kind, 0.0)
-        self._cancel_rest()
         return [job.answers[first] for first in sorted(job.answers)]
 
     def _send_chunks(self, job: Job) -> None:
-        """Send every worker that has fewer than two chunks its next one."""
-        for address, worker in list(self.crew.workers.items()):
-            while len(worker.pending) < CHUNKS_PER_WORKER:
-                chunk = self.scheduler.next_chunk(address, time.monotonic())
-                if chunk is None:
-                    break
-                head, arrays = job.prepare(self.crew, worker, chunk)
-                is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
-                about = {"job": self.job_number, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
-                call = self.crew.send(worker, Message(head | about | {"check": is_checked}, arrays))
-                worker.pending[self.job_number, chunk.number] = call
-
-    def _cancel_rest(self) -> None:
-        """Cancel chunks that are not needed any more and that their workers cannot have begun with."""
-        for worker in self.crew.workers.values():
-            for key in list(worker.pending)[1:]:
-                self.backend.cancel(worker.pending.pop(key))
+        """Send every worker that has fewer than two chunks its next one; those that have none come first."""
+        for has, (address, worker) in itertools.product(range(CHUNKS_PER_WORKER), list(self.crew.workers.items())):
+            if len(worker.pending) > has or (chunk := self.scheduler.next_chunk(address, time.monotonic())) is None:
+                continue
+            head, arrays = job.prepare(self.crew, worker, chunk)
+            is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
+            about = {"job": self.job_number, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
+            self.crew.send(worker, Message(head | about | {"check": is_checked}, arrays))
+            worker.pending.add((self.job_number, chunk.number))
 
     def _find_chunk(self, worker: RemoteWorker, head: Head) -> Chunk | None:
         """Return the chunk of an answer, or None if it is not awaited any more; then only its speed is taken in."""
         job, number = head.get("job"), head.get("chunk")
         if isinstance(job, int) and isinstance(number, int):
-            worker.pending.pop((job, number), None)
+            worker.pending.discard((job, number))
         chunk = self.scheduler.out.get(number) if isinstance(number, int) and job == self.job_number else None
         if chunk is not None and chunk.worker == worker.address:
             return chunk

@@ -6,8 +6,8 @@ the next members from those that it has trained itself, where these are all that
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,53 +24,55 @@ from germline.fleet.protocol import Inputs, MemberShare, TrainedMember, TrainMem
 from germline.strategies import GenerationResult, MemberStrategy
 
 PATIENCE = 15.0  # seconds for a worker to send members, and twice the time that its link needs
-Held = dict[str, set[int]]  # the members of each worker
+
+
+@dataclass
+class Origin:
+    """Where the members of a generation come from.
+
+    Attributes:
+        result: The result of the generation before; None if the coordinator has made them all.
+        parents: The members of the generation before that each member is made of.
+        held: The members of the generation before that each worker has trained.
+    """
+
+    result: GenerationResult | None = None
+    parents: dict[int, set[int]] = field(default_factory=dict)
+    held: dict[str, set[int]] = field(default_factory=dict)
 
 
 @dataclass
 class MembersJob(Job):
-    """The training of some members, which workers keep.
+    """The training of members, a piece each, which workers keep: ``held`` has those of each worker."""
 
-    Attributes:
-        members: The members of the pieces.
-        before: The members of the generation before that each worker has trained, and the result of that generation.
-        sources: The members of the generation before that each member is made of.
-        held: The members that each worker has trained now.
-    """
-
-    members: list[int] = field(default_factory=list)
-    before: tuple[Held, GenerationResult | None] = field(default_factory=lambda: ({}, None))
-    sources: dict[int, set[int]] = field(default_factory=dict)
-    held: Held = field(default_factory=dict)
+    origin: Origin = field(default_factory=Origin)
+    held: dict[str, set[int]] = field(default_factory=dict)
     is_sampled = False
 
-    def member(self, number: int) -> TrainedMember:
-        """Return a member before its training."""
-        state, strategy = self.inputs.state, self.inputs.strategy
-        return TrainedMember(state.members[number], strategy.moments(state, number), 0.0)  # type: ignore[attr-defined]
+    def starts(self, members: Sequence[int]) -> list[TrainedMember]:
+        """Return members before their training."""
+        state, strategy = self.inputs.state, cast(MemberStrategy[Any], self.inputs.strategy)
+        return [TrainedMember(state.members[k], strategy.moments(state, k), 0.0) for k in members]
 
     def prepare(self, crew: Crew, worker: RemoteWorker, chunk: Chunk) -> Message:
-        numbers, (held, result) = self.members[chunk.first : chunk.last], self.before
-        there = held.get(worker.address, set())
-        made = [n for n in numbers if result is not None and self.sources[n] <= there]
-        sent = encode_members(
-            [self.member(number) for number in numbers if number not in made],
-            with_moments=bool(self.inputs.strategy.row_arrays),  # type: ignore[attr-defined]
-        )
-        scores = result.scores.tobytes() if result is not None and made else b""
-        head = self.head | {"version": None, "members": numbers, "made": made}
-        return Message(head, [scores, *sent])
+        members, origin = range(chunk.first, chunk.last), self.origin
+        there = origin.held.get(worker.address, set())
+        made = [k for k in members if origin.result is not None and origin.parents[k] <= there]
+        scores = origin.result.scores.tobytes() if origin.result is not None and made else b""
+        has_moments = bool(cast(MemberStrategy[Any], self.inputs.strategy).row_arrays)
+        sent = encode_members(self.starts([k for k in members if k not in made]), with_moments=has_moments)
+        return Message(self.head | {"version": None, "made": made}, [scores, *sent])
 
     def has_same_weights(self, head: Head, chunk: Chunk) -> bool:
-        rows = [self.member(number) for number in self.members[chunk.first : chunk.last]]
-        return head.get("checksum") == sum(sum_member_bits(row.theta, row.moments) for row in rows)
+        starts = self.starts(range(chunk.first, chunk.last))
+        return head.get("checksum") == sum(sum_member_bits(start.theta, start.moments) for start in starts)
 
     def forget_weights(self, worker: RemoteWorker) -> None:
-        self.before[0].pop(worker.address, None)
+        self.origin.held.pop(worker.address, None)
 
     def take(self, worker: RemoteWorker, chunk: Chunk, answer: Any) -> None:
         super().take(worker, chunk, answer)
-        self.held.setdefault(worker.address, set()).update(self.members[chunk.first : chunk.last])
+        self.held.setdefault(worker.address, set()).update(range(chunk.first, chunk.last))
 
 
 @dataclass(eq=False)
@@ -81,17 +83,13 @@ class RemoteMembers(MemberShare, Update):
     local: LocalUpdate
     coordinator: Coordinator
     executor: Executor
-    job: MembersJob | None = None  # the training of the present generation, if it was done by workers
-    before: tuple[Held, GenerationResult | None] = field(default_factory=lambda: ({}, None))
-    sources: dict[int, set[int]] = field(default_factory=dict)
+    members: range
+    job: tuple[MembersJob, TrainMember] | None = None  # the training of the present generation, if workers did it
+    origin: Origin = field(default_factory=Origin)
 
     @property
     def update(self) -> Update:  # type: ignore[override]
         return self
-
-    @property
-    def members(self) -> range:  # type: ignore[override]
-        return range(self.strategy.population)
 
     def train(self, work: TrainMember, device: torch.device, inputs: Inputs) -> tuple[list[TrainedMember], Scores]:
         if inputs is None or not self.coordinator.is_open:
@@ -104,87 +102,67 @@ class RemoteMembers(MemberShare, Update):
         def compute(first: int, last: int) -> Scores:
             return scores_of(self.executor.run(lambda place: work(first + place), last - first, device))
 
-        job = MembersJob("train", len(self.members), inputs, decode, compute, lambda scores: scores)
-        job.members, job.before, job.sources = list(self.members), self.before, self.sources
-        self.job = job
+        job = MembersJob("train", len(self.members), inputs, decode, compute, lambda scores: scores, origin=self.origin)
+        self.job = job, work
         return [], np.concatenate(self.coordinator.run_job(job))
 
     def advance(self, state: Any, result: GenerationResult) -> Any:
-        job, self.job = self.job, None
+        present, self.job, self.origin = self.job, None, Origin()
         self.coordinator.generation = result.generation + 1
-        if job is None:  # this process has trained all members
-            self.before = {}, None
+        if present is None:  # this process has trained all members
             return self.local.advance(state, result)
-        strategy = self.strategy
+        job, strategy = present[0], self.strategy
         selection = strategy.select(state, result, self.local.field, maximize=self.local.maximize)
-        self.sources = {k: {k} for k in self.members}
+        parents, best = {k: {k} for k in self.members}, None
         if selection is not None:
+            best = strategy.best_member(selection)
             made_of = {k: {m for m, _ in strategy.rows_needed(selection, range(k, k + 1))} for k in self.members}
-            self.sources = {k: parents or {k} for k, parents in made_of.items()}
-        best = strategy.best_member(selection) if selection is not None else None
-        needed = set[int]().union(*self.sources.values(), [best] if best is not None else [])
-        rows = self._fetch(job, sorted(needed))
+            parents = {k: sources or {k} for k, sources in made_of.items()}
+        needed = set[int]().union(*parents.values(), () if best is None else (best,))
+        rows = self._fetch(job, present[1], sorted(needed))
         rest = rows[min(rows)]  # of members that are replaced; their weights are not read any more
         trained = [rows.get(k, rest) for k in self.members]
         state = strategy.after_training(state, [row.theta for row in trained], [row.moments for row in trained])
-        self.before = job.held, result
+        self.origin = Origin(result, parents, job.held)
         return self.local.advance(state, result)
 
-    def _fetch(self, job: MembersJob, members: list[int]) -> dict[int, TrainedMember]:
-        """Return members that workers have trained; those whose worker is gone train again, elsewhere."""
-        rows: dict[int, TrainedMember] = {}
-        while missing := [member for member in members if member not in rows]:
-            lost = [member for member in missing if self._find_holder(job, member) is None]
-            if lost:
-                self.coordinator.run_job(self._train_again(job, lost))
-            rows |= self._ask_holders(job, missing)
-        return rows
-
-    def _train_again(self, job: MembersJob, members: list[int]) -> MembersJob:
-        def compute(first: int, last: int) -> Scores:
-            return np.concatenate([job.compute(member, member + 1) for member in members[first:last]])
-
-        return replace(job, members=members, pieces=len(members), answers={}, compute=compute)
-
-    def _find_holder(self, job: MembersJob, member: int) -> RemoteWorker | None:
-        workers = self.coordinator.crew.workers
-        return next((workers[w] for w, held in job.held.items() if member in held and w in workers), None)
-
-    def _ask_holders(self, job: MembersJob, members: list[int]) -> dict[int, TrainedMember]:
-        """Ask the workers that have some members for them; return what comes. One that does not answer has none."""
-        coordinator, wanted = self.coordinator, dict[str, list[int]]()
+    def _fetch(self, job: MembersJob, work: TrainMember, members: list[int]) -> dict[int, TrainedMember]:
+        """Return members that workers have trained; those whose worker is gone train again, in this process."""
+        coordinator, workers = self.coordinator, self.coordinator.crew.workers
         coordinator.job_number += 1
+        wanted: dict[str, list[int]] = {}
         for member in members:
-            if (holder := self._find_holder(job, member)) is not None:
-                wanted.setdefault(holder.address, []).append(member)
-        weights, until = job.inputs.state.theta, dict[str, float]()
-        for address, numbers in wanted.items():
-            worker = coordinator.crew.workers[address]
-            head = {"op": "job", "kind": "rows", "job": coordinator.job_number, "chunk": 0, "version": None}
-            head |= {"first": 0, "last": len(numbers), "generation": job.generation, "members": numbers}
-            coordinator.crew.send(worker, Message(head))
-            size = len(numbers) * weights.nbytes * (1 + len(self.strategy.row_arrays))
-            until[address] = time.monotonic() + PATIENCE + 2 * size / worker.bandwidth
+            holders = [address for address, held in job.held.items() if member in held and address in workers]
+            if holders:
+                wanted.setdefault(holders[0], []).append(member)
+        until = {address: self._ask(job, workers[address], some) for address, some in wanted.items()}
         rows: dict[int, TrainedMember] = {}
         while until:
             for worker, message in coordinator.take_events(TICK):
-                if message.head.get("job") == coordinator.job_number and worker.address in until:
+                if message.head.get("job") == coordinator.job_number and until.pop(worker.address, None):
                     rows |= self._read_rows(job, worker, wanted[worker.address], message)
-                    del until[worker.address]
-            for address in [a for a, at in until.items() if a not in coordinator.crew.workers or time.monotonic() > at]:
-                job.held.pop(address, None)
-                del until[address]
-        return rows
+            now = time.monotonic()
+            until = {address: end for address, end in until.items() if address in workers and now < end}
+        lost = [member for member in members if member not in rows]
+        again = self.executor.run(lambda place: work(lost[place]), len(lost), job.inputs.state.theta.device)
+        return rows | dict(zip(lost, again, strict=True))
+
+    def _ask(self, job: MembersJob, worker: RemoteWorker, members: list[int]) -> float:
+        """Ask a worker for members that it has; return when it is given up."""
+        head = {"op": "job", "kind": "rows", "job": self.coordinator.job_number, "chunk": 0, "version": None}
+        about = {"first": 0, "last": len(members), "generation": job.generation, "members": members}
+        self.coordinator.crew.send(worker, Message(head | about))
+        size = len(members) * int(job.inputs.state.theta.nbytes) * (1 + len(self.strategy.row_arrays))
+        return time.monotonic() + PATIENCE + 2 * size / worker.bandwidth
 
     def _read_rows(
-        self, job: MembersJob, worker: RemoteWorker, numbers: list[int], message: Message
+        self, job: MembersJob, worker: RemoteWorker, members: list[int], message: Message
     ) -> dict[int, TrainedMember]:
         """Return the members that a worker has sent; one whose answer cannot be read is turned away."""
-        strategy, state = self.strategy, job.inputs.state
-        templates = [strategy.moments(state, number) for number in numbers]
+        templates = [start.moments for start in job.starts(members)]
         try:
-            read = decode_members(message.arrays, templates, bool(strategy.row_arrays), state.theta)
-            return dict(zip(numbers, read, strict=True))
+            theta, has_moments = job.inputs.state.theta, bool(self.strategy.row_arrays)
+            return dict(zip(members, decode_members(message.arrays, templates, has_moments, theta), strict=True))
         except Exception as error:  # whatever the worker has sent
             self.coordinator.admission.refuse(worker, f"its members cannot be read ({type(error).__name__}: {error})")
             return {}

@@ -8,10 +8,9 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from germline.fleet.cluster.worker import Responder
 
 STARTS = 3  # workers started here that may die before one of them is let in
 TURNED_AWAY = 2  # the exit code of a worker that was not let in
-PARENT = "GERMLINE_PARENT"  # the variable of a worker that ends with the process that holds its standard input
+ONCE = "GERMLINE_ONCE"  # the variable of a worker that ends with its scheduler: whoever has started it does so again
 PAUSES = (0.5, 8.0)  # seconds between attempts to connect: the first, and the longest
 OTHER_AUTHORITY = (
     "The coordinator at {} and the keys {} are not of one authority: use a folder made by 'germline keys add'."
@@ -41,25 +40,25 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(number)
 
 
-@dataclass
 class LocalWorkers:
-    """Worker processes that a coordinator has started on its own machine."""
+    """Worker processes that a coordinator has started on its own machine.
 
-    command: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
-    failed_starts: int = 0  # workers that have died since one was let in
+    Args:
+        count: The number of workers.
+        address: The address of their scheduler.
+        options: Options of 'germline worker'; those that are None are left out.
+    """
 
-    def start(self, count: int, address: str, options: Mapping[str, Any]) -> None:
-        """Start some workers for the scheduler at an address."""
-        self.environment = {**os.environ, PARENT: "stdin"}
+    def __init__(self, count: int, address: str, options: Mapping[str, Any]) -> None:
+        self.failed_starts = 0  # workers that have died since one was let in
+        self.environment = {**os.environ, ONCE: "1"}
         self.environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, count))))
         words = [str(word) for option in options.items() if option[1] is not None for word in option]
         self.command = [sys.executable, "-m", "germline", "worker", address.partition("://")[2], *words]
         self.processes = [self._start_process() for _ in range(count)]
 
     def _start_process(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(self.command, env=self.environment, stdin=subprocess.PIPE, start_new_session=True)
+        return subprocess.Popen(self.command, env=self.environment, start_new_session=True)
 
     def check(self, *, has_workers: bool) -> None:
         """Start workers again that have died; raise an error if all were turned away."""
@@ -68,7 +67,6 @@ class LocalWorkers:
         for place, process in enumerate(self.processes):
             if process.poll() in (None, TURNED_AWAY):  # which it would be again
                 continue
-            process.communicate()
             self.failed_starts += 1
             if self.failed_starts > STARTS:
                 raise BadInput(f"Workers started here end before they can work (exit code {process.returncode}).")
@@ -83,7 +81,7 @@ class LocalWorkers:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(5.0)
             process.kill()
-            process.communicate()
+            process.wait()
         self.processes = []
 
 
@@ -127,6 +125,8 @@ class WorkerProcess:
                 if self.pause == PAUSES[0]:
                     hint = "" if self.keys is not None else ", or it asks for keys (--keys)"
                     say(f"there is no coordinator at {self.address}{hint} ({first_line(error)}); trying again")
+            if ONCE in os.environ:
+                raise SystemExit(1)
             await asyncio.sleep(self.pause * random.uniform(0.7, 1.3))
             self.pause = min(PAUSES[1], 2 * self.pause)
         if reasons[0] is not None:
@@ -174,22 +174,12 @@ def run_worker(address: str, responder: Responder, *, keys: Path | None = None) 
 
     async def main() -> None:
         task = asyncio.ensure_future(worker.run())
-        if PARENT in os.environ:
-            threading.Thread(target=end_with_parent, args=(asyncio.get_running_loop(), task), daemon=True).start()
         if sys.platform != "win32":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         await task
 
     with suppress(asyncio.CancelledError):
         asyncio.run(main())
-
-
-def end_with_parent(loop: asyncio.AbstractEventLoop, task: "asyncio.Future[None]") -> None:
-    """End a worker whose coordinator started it and has died: then the worker's standard input ends."""
-    with suppress(OSError, RuntimeError):
-        while os.read(0, 1):  # not by sys.stdin, which a thread must not hold when the process ends
-            pass
-        loop.call_soon_threadsafe(task.cancel)
 
 
 def list_causes(error: BaseException | None) -> list[BaseException]:

@@ -11,7 +11,6 @@ that has died has left, and another one joins in its place if the node is still 
 
 import itertools
 import logging
-import os
 import queue
 import socket
 import threading
@@ -20,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 from pickle import PickleBuffer
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 from germline.errors import BadInput
 from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes
@@ -38,23 +37,13 @@ class Answers:
     have to keep what has been copied to bytes.
     """
 
-    def __init__(self, responder: str, device: str, threads: int) -> None:
-        if device != "auto":
-            os.environ["GERMLINE_DEVICE"] = device
+    def __init__(self, responder: str, threads: int) -> None:
         self.responder = resolve_name(responder)(threads, is_shared=False)
 
     def answer(self, head: Head, arrays: Sequence[Any]) -> tuple[Head, list[PickleBuffer]] | None:
         """Return the answer to a message, if it needs one."""
         answer = self.responder.answer(Message(head, list(map(bytes, arrays))))
         return None if answer is None else (answer.head, list(map(PickleBuffer, answer.arrays)))
-
-
-class Call(NamedTuple):
-    """A call that has not ended, the arrays of its message, and what Ray was given for them."""
-
-    worker: str
-    sent: Sequence[bytes]
-    upload: Any
 
 
 class RayBackend(Backend):
@@ -64,17 +53,16 @@ class RayBackend(Backend):
         address: HOST:PORT of the cluster's head, of which this machine must be a node, or ``"auto"`` for the cluster
             that this machine is a node of. Without an address Ray starts on this machine, unless it runs there. A
             program that has called ``ray.init`` stays with the cluster that it has chosen.
-        device: What workers compute on: ``"auto"``; ``"cpu"``, also on nodes with GPUs; or ``"cuda"``, only on these.
         responder: The function, as module:function, that makes what answers the messages in a worker.
     """
 
-    def __init__(self, address: str | None = None, *, device: str = "auto", responder: str = RESPONDER) -> None:
+    def __init__(self, address: str | None = None, *, responder: str = RESPONDER) -> None:
         try:
             import ray
         except ImportError as error:
             raise BadInput("A Ray cluster needs ray: pip install 'germline[ray]'.") from error
         self.ray: Any = ray
-        self.device, self.responder = device, responder
+        self.responder = responder
         self.owns_ray = not ray.is_initialized()
         if self.owns_ray:
             self._connect(address)
@@ -85,7 +73,7 @@ class RayBackend(Backend):
         self.places: dict[tuple[str, int], str | None] = {}  # a node and a number there: its worker, or None for ever
         self.actors: dict[str, Any] = {}
         self.joined: set[str] = set()
-        self.calls: dict[int, Call] = {}
+        self.uploads: dict[int, tuple[Sequence[bytes], Any]] = {}  # of calls that have not ended
         self.lock = threading.RLock()  # calls end in another thread
         self.last_look = 0.0
 
@@ -105,48 +93,42 @@ class RayBackend(Backend):
         for node in self.ray.nodes():
             if node["Alive"]:
                 self._start_actors(node)
-        with self.lock:
-            for name, actor in self.actors.items():  # one that has died fails to answer
-                if not any(call.worker == name for call in self.calls.values()):
-                    self._expect(name, actor.__ray_ready__.remote())
 
     def _start_actors(self, node: dict[str, Any]) -> None:
         cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
-        gpus = 0 if self.device == "cpu" else gpus
-        count = gpus or int(cpus > 0 and self.device != "cuda")
+        count = gpus or min(1, cpus)
         pin = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         needs = {"num_gpus": min(1, gpus), "num_cpus": 0 if gpus else 1, "scheduling_strategy": pin}
         for place in {(node["NodeID"], index) for index in range(count)} - set(self.places):
             name = self.places[place] = f"{node['NodeManagerHostname']}-{next(self.numbers)}"
-            options = self.responder, self.device, max(1, cpus // count)
-            self.actors[name] = self.actor_class.options(**needs).remote(*options)
+            actor = self.actor_class.options(**needs).remote(self.responder, max(1, cpus // count))
+            self.actors[name] = actor
+            self._expect(name, actor.__ray_ready__.remote())
 
-    def submit(self, worker: str, message: Message) -> int:
+    def submit(self, worker: str, message: Message) -> None:
         with self.lock:
-            if worker not in self.actors:  # it has left
-                return next(self.numbers)
-            upload = self._upload(message)
-            ref = self.actors[worker].answer.remote(message.head | {"token": "ray"}, upload)
-            return self._expect(worker, ref, message.arrays, upload)
+            if worker in self.actors:  # it has not left
+                upload = self._upload(message)
+                ref = self.actors[worker].answer.remote(message.head | {"token": "ray"}, upload)
+                self._expect(worker, ref, (message.arrays, upload))
 
     def _upload(self, message: Message) -> Any:
         buffers = list(map(PickleBuffer, message.arrays))
         if count_bytes(message) <= INLINE:
             return buffers
-        uploads = (call.upload for call in self.calls.values() if call.sent is message.arrays)
+        uploads = (upload for arrays, upload in self.uploads.values() if arrays is message.arrays)
         return next(uploads, None) or self.ray.put(buffers)
 
-    def _expect(self, worker: str, ref: Any, sent: Sequence[bytes] = (), upload: Any = None) -> int:
+    def _expect(self, worker: str, ref: Any, upload: tuple[Sequence[bytes], Any] = ((), None)) -> None:
         number = next(self.numbers)
-        self.calls[number] = Call(worker, sent, upload)
+        self.uploads[number] = upload
         ref.future().add_done_callback(partial(self._end_call, number, worker))
-        return number
 
     def _end_call(self, number: int, worker: str, future: Any) -> None:
         errors, error = self.ray.exceptions, future.exception()
         reason = str(error).strip().splitlines()[-1]  # without Ray's traceback
         with self.lock:
-            self.calls.pop(number, None)
+            del self.uploads[number]
             if isinstance(error, errors.RayActorError | errors.ActorUnschedulableError):
                 self._drop_actor(worker, reason, can_start=not getattr(error, "actor_init_failed", False))
             elif error is not None:
@@ -171,9 +153,6 @@ class RayBackend(Backend):
             self.events.put(Event("failed", worker, Message({"reason": reason})))
         if worker in self.joined:
             self.events.put(Event("left", worker))
-
-    def cancel(self, call: int) -> None:
-        """Leave the call alone: Ray runs whatever it has passed on to an actor, and would only drop the answer."""
 
     def close(self) -> None:
         for actor in self.actors.values():
