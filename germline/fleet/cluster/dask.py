@@ -246,10 +246,11 @@ class DaskBackend(Backend):
         until = time.monotonic() + CLOSING
         while self.client is not None and self.calls and time.monotonic() < until:
             time.sleep(0.02)
-        if self.client is not None:
+        client, self.client = self.client, None
+        if client is not None:
             with suppress(OSError, TimeoutError):
-                self.client.unsubscribe_topic(TOPIC)
-                self.client.unsubscribe_topic("all")
-                self.client.close(timeout=2)
+                client.unsubscribe_topic(TOPIC)
+                client.unsubscribe_topic("all")
+                client.close(timeout=2)
         if self.scheduler is not None:
             self.scheduler.end()
