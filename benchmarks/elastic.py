@@ -1,8 +1,9 @@
-"""The costs of an elastic fleet: time lost to waiting, to a slow worker, and the bytes that each worker takes.
+"""The costs of a cluster: time lost to waiting, to a slow worker, and the bytes that each worker takes.
 
     python benchmarks/elastic.py [--busy] [--slow] [--hosts]        all three if none is given; --hosts needs root
 
---busy   two workers of one thread each: the part of their time that is evaluation, at chunks of about 50 ms or more
+--busy   two workers of one thread each: the part of their time that is evaluation, at chunks of about 50 ms, and the
+         part of a core that Dask's scheduler takes
 --slow   generations a second of two workers, and of the same two with a third that is ten times slower; the ideal is
          2.1 workers. They wait for their scores (``waiting.py``), so that they do not take each other's cores
 --hosts  three network namespaces as hosts, with keys: a coordinator, a worker, and one behind 1 Mbit/s; ``mnist-3m``
@@ -24,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from soak import find_scheduler
 from waiting import WAIT
 
 from germline.fleet.cluster.keys import add_machine, create_authority
@@ -36,7 +38,7 @@ HOSTS = {"coordinator": "10.78.0.1", "near": "10.78.0.2", "far": "10.78.0.3"}
 LINK = "1mbit"
 
 
-class Fleet:
+class Cluster:
     """A coordinator and its workers, each in a network namespace if there are keys."""
 
     def __init__(self, run: Sequence[str], folder: Path, host: str = "127.0.0.1", secret: Path | None = None) -> None:
@@ -91,16 +93,16 @@ class Fleet:
 
 
 @contextmanager
-def start_fleet(run: Sequence[str], host: str = "127.0.0.1", secret: Path | None = None) -> Iterator[Fleet]:
+def start_cluster(run: Sequence[str], host: str = "127.0.0.1", secret: Path | None = None) -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory() as folder:
-        running = Fleet(run, Path(folder), host, secret)
+        running = Cluster(run, Path(folder), host, secret)
         try:
             yield running
         finally:
             running.close()
 
 
-def measure(running: Fleet, workers: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
+def measure(running: Cluster, workers: int) -> tuple[float, dict[str, Any], dict[str, Any]]:
     """Return generations a second, and the content of the status page before and after."""
     running.wait(workers)
     time.sleep(WARM_UP)
@@ -112,10 +114,14 @@ def measure(running: Fleet, workers: int) -> tuple[float, dict[str, Any], dict[s
 
 def measure_busy() -> None:
     """Print the part of two workers' time that is evaluation."""
-    with start_fleet(["digits", "--population", "2048", "--generations", "100000"]) as running:
+    with start_cluster(["digits", "--population", "2048", "--generations", "100000"]) as running:
         for name in ("one", "two"):
             running.add_worker(name)
+        running.wait(2)
+        scheduler = find_scheduler(running.processes[0].pid) or 0
+        used, began = read_cpu_seconds(scheduler), time.monotonic()
         rate, before, after = measure(running, 2)
+        share = (read_cpu_seconds(scheduler) - used) / (time.monotonic() - began)
     print(f"two workers, digits, population 2048: {rate:.2f} generations a second")
     both = sum(w["busy_seconds"] for w in after["workers"]) - sum(w["busy_seconds"] for w in before["workers"])
     print(f"  {both / (2 * LASTS):.2f} of their time is evaluation (goal 0.9)")
@@ -123,23 +129,32 @@ def measure_busy() -> None:
         seconds = new["busy_seconds"] - old["busy_seconds"]
         chunk = 1e3 * seconds / max(1, new["answers"] - old["answers"])
         print(f"  {new['name']}: {seconds / LASTS:.2f}, {chunk:.0f} ms a chunk")
+    print(f"  Dask's scheduler takes {share:.2f} of a core")
+
+
+def read_cpu_seconds(process: int) -> float:
+    """Return the seconds of a core that a process has used."""
+    user, system = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_slow() -> None:
     """Print how much a slow worker adds to two others."""
-    with start_fleet([str(Path(__file__).with_name("waiting.py"))]) as running:
+    with start_cluster([str(Path(__file__).with_name("waiting.py"))]) as running:
         for name in ("one", "two"):
             running.add_worker(name)
-        parts = []
+        costs, parts = [], []
         for number in range(ROUNDS):  # in turns, because other work may run on this machine
             alone = measure(running, 2)[0]
             third = running.add_worker(f"slow-{number}", WAIT=str(10 * WAIT))
             together = measure(running, 3)[0]
             third.kill()
             third.wait()
+            costs.append(1 - together / alone)
             parts.append(together / (alone * 2.1 / 2))
             print(f"two workers: {alone:.2f} generations a second; with one that is ten times slower {together:.2f}")
-    print(f"  {statistics.median(parts):.2f} of the ideal (goal 0.9), the median of {ROUNDS}")
+    cost, part = statistics.median(costs), statistics.median(parts)
+    print(f"  it costs {cost:.1%} (goal: less than 10 %), {part:.2f} of the ideal (goal 0.9), medians of {ROUNDS}")
 
 
 @contextmanager
@@ -180,7 +195,7 @@ def measure_hosts() -> None:
             add_machine(secret, name)
         for recipe in ("mnist-3m", "cif-900k"):
             run = [recipe, "--population", "64", "--generations", "100000", "--set", "recipe.batch_size=32"]
-            with start_fleet(run, HOSTS["coordinator"], secret) as running:
+            with start_cluster(run, HOSTS["coordinator"], secret) as running:
                 for name in ("near", "far"):
                     running.add_worker(name)
                 rate, before, after = measure(running, 2)

@@ -1,11 +1,13 @@
-"""An elastic fleet under fire: workers are killed, frozen, slowed and cut off at random, for half an hour.
+"""A cluster under fire: workers are killed, frozen and slowed at random, and its scheduler is killed, for half an hour.
 
     python benchmarks/soak.py [--minutes 30] [--every 20] [--workers 4] [--seed 0]
 
-Trains ``digits`` with a fleet of local workers. Every 20 seconds a fault hits one of them, or the coordinator, which is
-started again. At the end the run is interrupted, and this prints whether its weights are those of an undisturbed run of
-as many generations in one process, whether every generation is in the journal, the coordinator's memory over time, and
-how long recoveries took. A recovery lasts from a fault to the next generation that is finished after it.
+Trains ``digits`` with a cluster of local workers. Every 20 seconds a fault hits one of them, the scheduler, which the
+coordinator starts again, or the coordinator, which is started again with a new scheduler. At the end the run is
+interrupted, and this prints whether its weights are those of an undisturbed run of as many generations in one process,
+whether every generation is in the journal, the memory of coordinators and schedulers over time, and how long recoveries
+took. A recovery lasts from a fault to the second generation that is written after it: the first may have been finished
+before the fault.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from germline.fleet.spmd.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
 RUN = ["digits", "--population", "64", "--device", "cpu", "--json"]
-FAULTS = ("kill", "freeze", "slow", "coordinator")
+FAULTS = {"kill": 4, "freeze": 4, "slow": 4, "scheduler": 2, "coordinator": 1}  # and how frequent they are
 ENDLESS = 10**9  # generations
 INTERRUPTED = 130  # exit code
 EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds
@@ -52,9 +54,19 @@ def memory(process: int) -> int:
     return 0
 
 
+def find_scheduler(coordinator: int) -> int | None:
+    """Return the process of the scheduler that a coordinator has started, if it runs."""
+    for file in Path(f"/proc/{coordinator}/task").glob("*/children"):  # of each thread
+        with suppress(OSError):
+            for child in file.read_text().split():
+                if b"scheduler_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+    return None
+
+
 @dataclass
 class Soak:
-    """A coordinator and its workers, and the faults they have been through."""
+    """A coordinator, its scheduler and its workers, and the faults they have been through."""
 
     folder: Path
     count: int
@@ -62,7 +74,7 @@ class Soak:
     status: int = field(default_factory=free_port)
     workers: list["Process[bytes]"] = field(default_factory=list)
     recoveries: dict[str, list[float]] = field(default_factory=lambda: {fault: [] for fault in FAULTS})
-    sizes: list[list[int]] = field(default_factory=list)  # of each coordinator's memory, over time
+    sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # memory over time, by kind and process
     asleep: list[tuple[float, "Process[bytes]"]] = field(default_factory=list)  # and when they are to wake up
 
     @property
@@ -76,7 +88,6 @@ class Soak:
         with (self.folder / "log.txt").open("a") as log, (self.folder / "result.txt").open("w") as result:
             command = [*GERMLINE, "serve", *what, *where, "--runs", str(self.run.parent)]
             self.coordinator = subprocess.Popen(command, stdout=result, stderr=log)
-        self.sizes.append([])
 
     def start_worker(self) -> "Process[bytes]":
         command = [*GERMLINE, "worker", f"127.0.0.1:{self.port}", "--recipe", "digits", "--device", "cpu"]
@@ -84,7 +95,7 @@ class Soak:
             return subprocess.Popen([*command, "--workers", "1"], stderr=log)
 
     def strike(self, fault: str, chance: random.Random) -> None:
-        """Let a fault happen to a random worker, or to the coordinator."""
+        """Let a fault happen to a random worker, to the scheduler, or to the coordinator."""
         place = chance.randrange(self.count)
         victim = self.workers[place]
         if fault == "kill":
@@ -99,6 +110,9 @@ class Soak:
                 for number, seconds in ((signal.SIGSTOP, 0.09), (signal.SIGCONT, 0.01)):
                     victim.send_signal(number)
                     time.sleep(seconds)
+        elif fault == "scheduler":
+            if (scheduler := find_scheduler(self.coordinator.pid)) is not None:
+                os.kill(scheduler, signal.SIGKILL)
         else:
             self.coordinator.kill()
             self.coordinator.wait()
@@ -107,7 +121,10 @@ class Soak:
     def wait(self, until: float) -> None:
         """Wait until some time, or the end; meanwhile note the memory, and wake frozen workers whose time has come."""
         while time.monotonic() < until and self.coordinator.poll() is None:
-            self.sizes[-1].append(memory(self.coordinator.pid))
+            coordinator = self.coordinator.pid
+            for kind, number in (("coordinator", coordinator), ("scheduler", find_scheduler(coordinator))):
+                if number is not None:
+                    self.sizes.setdefault((kind, number), []).append(memory(number))
             for when, process in list(self.asleep):
                 if time.monotonic() > when:
                     self.asleep.remove((when, process))
@@ -116,8 +133,8 @@ class Soak:
             time.sleep(0.05)
 
     def wait_for_recovery(self, began: float, before: int) -> float:
-        """Wait for the next generation, and return the seconds since the fault."""
-        while count_generations(self.run) <= before and self.coordinator.poll() is None:
+        """Wait for the second generation after a fault, and return the seconds since then."""
+        while count_generations(self.run) < before + 2 and self.coordinator.poll() is None:
             self.wait(time.monotonic() + 0.02)
         return time.monotonic() - began
 
@@ -142,11 +159,11 @@ def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> Non
         written = [row[0] for row in connection.execute("SELECT generation FROM record ORDER BY generation")]
     whole = [g for g in written if g >= 0] == list(range(summary["generations"]))
     print(f"generations in the journal: {len(written)} of {summary['generations']}, {'none' if whole else 'SOME'} lost")
-    for sizes in soak.sizes:
+    for (kind, _), sizes in soak.sizes.items():
         steady = sizes[len(sizes) // 5 :]  # once it has started
         if len(steady) >= 1000:
             first, last = (statistics.median(part) for part in (steady[:200], steady[-200:]))
-            print(f"memory of a coordinator: {first / 1e6:.0f} MB, then {last / 1e6:.0f} MB ({last / first - 1:+.1%})")
+            print(f"memory of a {kind}: {first / 1e6:.0f} MB, then {last / 1e6:.0f} MB ({last / first - 1:+.1%})")
     print("recoveries, seconds:")
     for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
         counts = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
@@ -165,13 +182,14 @@ def main() -> None:
         soak = Soak(Path(folder), arguments.workers)
         soak.start_coordinator()
         soak.workers = [soak.start_worker() for _ in range(arguments.workers)]
-        ends = time.monotonic() + 60 * arguments.minutes
         try:
+            soak.wait_for_recovery(time.monotonic(), 0)  # the start is not measured
+            ends = time.monotonic() + 60 * arguments.minutes
             while soak.coordinator.poll() is None:
                 soak.wait(time.monotonic() + arguments.every)
                 if time.monotonic() > ends or soak.coordinator.poll() is not None:
                     break
-                fault = chance.choices(FAULTS, (4, 4, 4, 1))[0]
+                fault = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
                 began, before = time.monotonic(), count_generations(soak.run)
                 soak.strike(fault, chance)
                 soak.recoveries[fault].append(soak.wait_for_recovery(began, before))
