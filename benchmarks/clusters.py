@@ -289,6 +289,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=15, help="generations of each run (default 15)")
     parser.add_argument("--large", action="store_true", help="compare large nets on Dask instead")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the clusters, too
     if chosen.large:
         is_equal = compare_sizes()
     else:

@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> bool:
     for worker in seen.values():
         speed = f"{worker['members_per_second']:,.0f} members a second"
         print(f"{worker['device']:8} {worker['machine']}: {worker['pieces'] / total:.0%} of the blocks, {speed}")
-    print(f"{summary['generations']} generations, test accuracy {summary['metrics']['test_accuracy']:.4f}")
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in summary["metrics"].items() if value is not None)
+    print(f"{summary['generations']} generations  {metrics}")
     last = ["--generation", str(summary["generations"]), "--export", str(folder / "last.safetensors"), "--json"]
     replayed = subprocess.run([*GERMLINE, "replay", str(folder / "run"), *last], capture_output=True, text=True)
     again = json.loads(replayed.stdout.splitlines()[-1])["theta_sha256"] if replayed.returncode == 0 else "none"

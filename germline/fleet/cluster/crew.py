@@ -21,6 +21,7 @@ from germline.strategies.state import ask_tensors
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 LONGEST = 1e6  # seconds that any work may take
+LATENCY = 0.03  # seconds of a call's way that do not make a worker slow
 
 
 @dataclass(eq=False)
@@ -85,7 +86,7 @@ class RemoteWorker:
         if isinstance(seconds, int | float) and 0 < seconds < LONGEST:
             self.busy_seconds += seconds
             self.answers += 1
-            rate, before = pieces / max(seconds, waited, 1e-6), self.rates.get(kind)
+            rate, before = pieces / max(seconds, waited - LATENCY, 1e-6), self.rates.get(kind)
             self.rates[kind] = rate if before is None else before + RECENT * (rate - before)
 
 

@@ -18,6 +18,7 @@ SETTINGS = {
     "distributed.scheduler.worker-ttl": "15s",  # after which a silent worker is given up
     "distributed.comm.timeouts.tcp": "12s",
     "distributed.comm.retry.count": 0,
+    "distributed.admin.low-level-log-length": 100,  # of the latest messages and events, which it keeps
     "distributed.comm.tls.min-version": 1.3,
 }
 LOCAL = "127.0.0.1:0"  # where Dask's own HTTP pages are served
