@@ -19,7 +19,7 @@ from germline.fleet.cluster.keys import add_machine, create_authority
 from germline.fleet.cluster.processes import run_worker
 from germline.fleet.cluster.worker import Responder
 
-keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of an elastic fleet.")
+keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of a cluster.")
 app.add_typer(keys_app, name="keys")
 
 
@@ -37,7 +37,7 @@ def serve(
     keys: options.KeysDir = None,
     status: Annotated[str, typer.Option(metavar="HOST:PORT", help="address of the status page")] = "127.0.0.1:8787",
 ) -> None:
-    """Coordinate an elastic fleet: train a recipe with workers that come and go; started again, it goes on."""
+    """Coordinate a cluster: train a recipe with workers that come and go; started again, it goes on."""
     machine.apply()
     made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits = stop.limits(made)
@@ -70,7 +70,7 @@ def worker(
     threads: Annotated[int | None, typer.Option("--workers", help="number of threads that share the members")] = None,
     name: Annotated[str | None, typer.Option(help="name by which the coordinator calls this worker")] = None,
 ) -> None:
-    """Work for the coordinator of an elastic fleet, until its run has ended."""
+    """Work for the coordinator of a cluster, until its run has ended."""
     data.apply()
     default = keys.resolve().name if keys is not None else socket.gethostname()
     outside = strategy if strategy is not None and ":" in strategy else None

@@ -16,8 +16,8 @@ from germline.engine.session import Session
 from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Cluster
+from germline.fleet.cluster.backend import parse_address
 from germline.fleet.cluster.crew import RemoteWorker
-from germline.fleet.cluster.processes import parse_address
 
 POINTS = 500  # of a curve
 SILENCE = 8.0  # seconds after which a worker that owes an answer is called silent

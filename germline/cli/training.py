@@ -142,6 +142,11 @@ def run_to_end(
 
 def build_fleet(chosen: options.FleetOptions, device: str, recipe: str | None, strategy: str | None) -> Fleet:
     """Return the fleet that was asked for; an spmd fleet of --workers is launched here, and this process ends."""
+    for option, fleets in {"address": ("dask", "ray"), "keys": ("dask",)}.items():
+        if getattr(chosen, option) is not None and chosen.fleet not in fleets:
+            raise BadInput(f"--{option} is for --fleet {' or '.join(fleets)}: leave it out.")
+    if chosen.workers is not None and chosen.fleet in ("dask", "ray"):
+        raise BadInput(f"The workers of --fleet {chosen.fleet} are those of the cluster: leave out --workers.")
     if chosen.fleet == "local":
         return Local(device, chosen.workers)
     if chosen.fleet == "elastic":

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
+from germline.errors import BadInput
+
 Head = dict[str, Any]
 
 
@@ -53,6 +55,18 @@ class Backend(Protocol):
 def count_bytes(message: Message, head: int = 0) -> int:
     """Return the bytes of a message's arrays, and of its head."""
     return head + sum(map(len, message.arrays))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return the host and the port of an address.
+
+    >>> parse_address("node7:8786"), parse_address("[::1]:80")
+    (('node7', 8786), ('::1', 80))
+    """
+    host, _, number = text.rpartition(":")
+    if not host or not number.isdigit() or int(number) > 65535:
+        raise BadInput(f"An address is HOST:PORT, such as 192.168.1.5:8786, not {text!r}.")
+    return host.strip("[]"), int(number)
 
 
 def print_status(text: str) -> None:

@@ -30,7 +30,8 @@ from germline.fleet.cluster.scheduler_process import SchedulerProcess
 from germline.fleet.cluster.worker import Responder
 
 TOPIC = "germline"
-INLINE = 1 << 15  # bytes of the arrays of a call or an event; larger ones are uploaded
+INLINE = 1 << 18  # bytes of the arrays of a call; larger ones are uploaded
+INLINE_ANSWER = 1 << 15  # bytes of those of an event
 SLOTS = 8  # variables of a worker for large answers; it has at most two answers that are not read
 LOOK = 2.0  # seconds between looks at the scheduler, if nothing happens
 DEAF = 8.0  # seconds after which a client that does not hear its own event connects again
@@ -83,7 +84,7 @@ def answer_call(text: str, arrays: Sequence[bytes], slot: str | None) -> None:
     if answer is None:
         return
     about = {"token": head["token"], "head": json.dumps(answer.head), "arrays": list(answer.arrays)}
-    if count_bytes(answer) > INLINE:
+    if count_bytes(answer) > INLINE_ANSWER:
         about["slot"] = f"{TOPIC}-{head['token']}-{worker.address}-{head['call'] % SLOTS}"
         sync(worker.loop, worker.scheduler.variable_set, name=about["slot"], data=about.pop("arrays"))
     worker.log_event(TOPIC, about)
@@ -139,6 +140,7 @@ class DaskBackend(Backend):
     def _connect(self) -> None:
         options = {"security": self.security, "set_as_default": False, "timeout": CONNECT}
         self.client = self.distributed.Client(self.address, **options)
+        self.client.scheduler_comm.interval = 0.001  # seconds between messages: chunks wait for them
         # as long as one task of its group is there, the scheduler does not note each call as a new computation
         self.anchor = self.client.submit(int, key=f"{TOPIC}-{self.token}-0", pure=False)
         self.client.subscribe_topic(TOPIC, self._hear)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,14 @@ from torch import Tensor
 from germline.errors import BadInput
 from germline.fleet import gradients
 from germline.fleet.cluster.admission import Admission, Invitation
-from germline.fleet.cluster.backend import Backend, Message
+from germline.fleet.cluster.backend import Backend, Message, parse_address
 from germline.fleet.cluster.crew import Crew
 from germline.fleet.cluster.dask import DaskBackend, load_dask, make_security
 from germline.fleet.cluster.jobs import Coordinator, Job
 from germline.fleet.cluster.keys import create_authority, security_options
 from germline.fleet.cluster.members import RemoteMembers
 from germline.fleet.cluster.messages import decode_scores, decode_slices, encode_batch
-from germline.fleet.cluster.processes import LocalWorkers, parse_address
+from germline.fleet.cluster.processes import LocalWorkers
 from germline.fleet.cluster.ray import RayBackend
 from germline.fleet.cluster.scheduler_process import SchedulerProcess
 from germline.fleet.executor import Executor, find_device
@@ -92,7 +93,7 @@ class Cluster(Fleet):
         first = encode_batch(batch, 0) if batch is not None else None
         shipped = [] if recipe is None or header["recipe"] in RECIPES else pickle_recipe(recipe)
         self.admission.invite(Invitation(run, header, sample(), first, shipped))
-        self.coordinator.is_open = True
+        self.coordinator.is_open, self.coordinator.last_note = True, time.monotonic()
 
     def score(
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
@@ -229,8 +230,9 @@ class Dask(Cluster):
         if not isinstance(target, str):
             is_client = isinstance(target, load_dask().Client)
             address, security = target.scheduler.address if is_client else target.scheduler_address, target.security
-        elif "://" not in target:
-            address = f"{'tcp' if keys is None else 'tls'}://{target}"
+        else:
+            parse_address(target.rpartition("://")[2])
+            address = target if "://" in target else f"{'tcp' if keys is None else 'tls'}://{target}"
         super().__init__(DaskBackend(address, security), device)
 
 

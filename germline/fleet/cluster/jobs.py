@@ -240,7 +240,9 @@ class Coordinator:
                 answers.append((worker, answer))
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
-            self.crew.say(f"there are no workers: waiting for some at {self.backend.address}")
+            refusals = self.admission.refusals
+            refused = f"; the last one was turned away ({refusals[-1]})" if refusals else ""
+            self.crew.say(f"there are no workers: waiting for some at {self.backend.address}{refused}")
         self.check_processes()
         return answers
 

@@ -28,18 +28,6 @@ OTHER_AUTHORITY = (
 )
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and the port of an address.
-
-    >>> parse_address("node7:8786"), parse_address("[::1]:80")
-    (('node7', 8786), ('::1', 80))
-    """
-    host, _, number = text.rpartition(":")
-    if not host or not number.isdigit() or int(number) > 65535:
-        raise BadInput(f"An address is HOST:PORT, such as 192.168.1.5:8786, not {text!r}.")
-    return host.strip("[]"), int(number)
-
-
 class LocalWorkers:
     """Worker processes that a coordinator has started on its own machine.
 

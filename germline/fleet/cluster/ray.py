@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from germline.errors import BadInput
-from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes
+from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes, parse_address
 
 RESPONDER = "germline.fleet.cluster.worker:Responder.from_environment"
 INLINE = 100 << 10  # bytes of a call's arrays; larger ones go through the object store, as Ray does it by default
@@ -80,10 +80,9 @@ class RayBackend(Backend):
     def _connect(self, address: str | None) -> None:
         try:
             if address is not None and address != "auto":
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), CONNECT).close()
+                socket.create_connection(parse_address(address), CONNECT).close()
             self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             raise BadInput(f"Cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
 
     def look(self) -> None:
@@ -155,7 +154,7 @@ class RayBackend(Backend):
             self.events.put(Event("left", worker))
 
     def close(self) -> None:
-        for actor in self.actors.values():
-            self.ray.kill(actor)
+        while self.actors:
+            self.ray.kill(self.actors.popitem()[1])
         if self.owns_ray:
             self.ray.shutdown()

@@ -80,8 +80,8 @@ async def run_scheduler(options: dict[str, Any]) -> None:
     about = {"host": options["host"], "port": options["port"], "protocol": protocol, "security": security}
     try:
         scheduler = await Scheduler(**about, dashboard=False, dashboard_address=LOCAL)
-    except (OSError, ValueError) as error:
-        print(f"error {error}", flush=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"error {error.__cause__ or error}", flush=True)
         return
     print(f"address {scheduler.address}", flush=True)
     loop = asyncio.get_running_loop()

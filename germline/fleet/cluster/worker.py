@@ -78,6 +78,8 @@ class Responder:
         with self.turn:
             if op in ("end", "refused"):
                 self.followers.pop(head["token"], None)
+                if op == "refused":
+                    self.say(f"a coordinator has turned this worker away: {head['reason']}")
                 self.on_end(head.get("reason"))
                 return None
             follower = self._find_follower(head["token"])
@@ -118,7 +120,8 @@ class Responder:
         if self.recipe is not None or name in RECIPES:
             return make_recipe(name, header["recipe_settings"], header["seed"])
         if not shipped:
-            raise BadInput(f"this worker does not have the recipe {name}: start it with GERMLINE_RECIPE=FILE.py")
+            message = f"this worker does not have {name or 'the recipe of the run'}, and it could not be pickled"
+            raise BadInput(f"{message}: start it with GERMLINE_RECIPE=FILE.py")
         recipe: Recipe = pickle.loads(shipped[0])
         return recipe
 
