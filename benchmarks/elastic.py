@@ -128,7 +128,10 @@ def measure_busy() -> None:
     for old, new in zip(before["workers"], after["workers"], strict=True):
         seconds = new["busy_seconds"] - old["busy_seconds"]
         chunk = 1e3 * seconds / max(1, new["answers"] - old["answers"])
-        print(f"  {new['name']}: {seconds / LASTS:.2f}, {chunk:.0f} ms a chunk")
+        speed = (new["pieces"] - old["pieces"]) / max(seconds, 1e-9)
+        print(
+            f"  {new['name']}: {seconds / LASTS:.2f}, {chunk:.0f} ms a chunk, {speed:.0f} blocks in a second of these"
+        )
     print(f"  Dask's scheduler takes {share:.2f} of a core")
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from torch import nn
 import germline as gl
 from germline.cli.options import StrategyOptions
 from germline.engine import loop, opening, scoring
+from germline.engine.diagnostics import SIGMAS
 from germline.engine.follower import NEVER, Follower
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
@@ -73,6 +75,7 @@ class ThreadCluster:
         lines: What the coordinator has said.
         sent: How many messages of each kind it has sent.
         sizes: The bytes of their arrays.
+        addresses: The generations at which noise is drawn, of all chunks.
     """
 
     def __init__(self) -> None:
@@ -80,6 +83,7 @@ class ThreadCluster:
         self.lines: list[str] = []
         self.sent: Counter[str] = Counter()
         self.sizes: Counter[str] = Counter()
+        self.addresses: list[int] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -92,6 +96,7 @@ class ThreadCluster:
         def count_and_send(worker: RemoteWorker, message: Message) -> None:
             self.sent[message.head["op"]] += 1
             self.sizes[message.head["op"]] += sum(map(len, message.arrays))
+            self.addresses += [message.head["address"]] if "address" in message.head else []
             send(worker, message)
 
         self.fleet.crew.send = count_and_send  # type: ignore[method-assign]
@@ -202,6 +207,40 @@ def test_every_strategy_trains_to_the_weights_of_one_process(
     assert [worker.reasons for worker in cluster.workers] == [[None], [None]]
     assert cluster.fleet.admission.refusals == []
     assert not [line for line in cluster.lines if "waiting for" not in line and "has joined" not in line]
+
+
+def test_the_workers_probe_sigma(tmp_path: Path) -> None:
+    """The coordinator scores no member of a probe itself, and chooses as one process does."""
+    recipe = replace(make_digits(), strategy=OpenAIES(population=32, sigma="auto"))
+    expected = train(recipe, gl.Local("cpu"), tmp_path / "local", 3)
+    with open_cluster() as cluster:
+        cluster.add_before_training(Follower)
+        assert train(recipe, cluster.fleet, tmp_path / "dask", 3) == expected
+        probes = Counter(address > 1 << 31 for address in cluster.addresses)
+        assert probes[True] >= len(SIGMAS)
+        assert probes[False] >= 3
+
+
+def test_large_arrays_take_variables_that_are_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and gradients of a million parameters pass through the scheduler, and nothing of them stays there."""
+    x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0))
+    model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8)))
+    monkeypatch.setattr(Follower, "measure_tell", lambda follower: NEVER)  # so that weights are sent
+    strategies: dict[str, AnyStrategy] = {"snes": SNES(population=4, sigma=0.01), "gradient": Gradient(lr=0.01)}
+    for name, strategy in strategies.items():
+        recipe = gl.Recipe(model, (x, x[:, :8].argmax(1)), loss=F.cross_entropy, strategy=strategy)
+        expected = train(recipe, gl.Local("cpu"), tmp_path / f"local-{name}", 4)
+        with open_cluster() as cluster:
+            cluster.add_before_training(Follower, Follower)
+            assert train(recipe, cluster.fleet, tmp_path / name, 4) == expected
+            assert cluster.sizes["state"] >= 4 * 4_000_000
+            until = time.monotonic() + 30
+            variables = cluster.scheduler.extensions["variables"].variables
+            while any(record["value"] for record in variables.values()):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            assert variables
+            assert len(cluster.scheduler.extensions["spans"].spans) < 5  # not one for each call
 
 
 # Faults

@@ -339,6 +339,60 @@ def shake_hands(context: Any, end: socket.socket, server: bool, errors: list[str
             errors.append(type(error).__name__)
 
 
+# A worker that nobody can connect to
+
+
+@contextmanager
+def make_namespace() -> Iterator[tuple[str, str]]:
+    """Yield the name of a network namespace, and the address at which it reaches this one."""
+    name, net = f"germline{os.getpid()}", f"10.{80 + os.getpid() % 100}.{os.getpid() % 256}"
+    for words in (
+        f"netns add {name}",
+        f"link add {name[-12:]}h type veth peer name eth0 netns {name}",
+        f"addr add {net}.1/30 dev {name[-12:]}h",
+        f"link set {name[-12:]}h up",
+        f"-n {name} addr add {net}.2/30 dev eth0",
+        f"-n {name} link set eth0 up",
+        f"-n {name} link set lo up",
+    ):
+        subprocess.run(["ip", *words.split()], check=True)
+    try:
+        yield name, f"{net}.1"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip")
+def test_a_worker_without_inbound_connections_trains_to_the_end(expected: str, tmp_path: Path) -> None:
+    create_authority(tmp_path / "keys")
+    keys = add_machine(tmp_path / "keys", "machine")
+    port = free_port()
+    with make_namespace() as (name, host), (tmp_path / "result.txt").open("w") as result:
+        where = ["--listen", f"{host}:{port}", "--keys", str(tmp_path / "keys"), "--status", f"127.0.0.1:{free_port()}"]
+        serve = [*GERMLINE, "serve", *RUN, *where, "--runs", str(tmp_path / "runs"), "--name", "run"]
+        join = ["ip", "netns", "exec", name, *GERMLINE, "worker", f"{host}:{port}", "--recipe", "digits"]
+        coordinator = subprocess.Popen(serve, stdout=result)
+        worker = subprocess.Popen([*join, "--device", "cpu", "--keys", str(keys)])
+        try:
+            until = time.monotonic() + 120
+            while count_generations(tmp_path / "runs" / "run") < 5 and coordinator.poll() is None:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            table = subprocess.run(
+                ["ip", "netns", "exec", name, "cat", "/proc/net/tcp"], capture_output=True, text=True
+            )
+            listening = [line.split()[1] for line in table.stdout.splitlines()[1:] if line.split()[3] == "0A"]
+            assert listening
+            assert {address.split(":")[0] for address in listening} == {"0100007F"}  # its own loopback interface
+            assert coordinator.wait(180) == 0
+            assert worker.wait(30) == 0
+        finally:
+            for process in (coordinator, worker):
+                process.kill()
+                process.wait()
+    assert json.loads((tmp_path / "result.txt").read_text().splitlines()[-1])["theta_sha256"] == expected
+
+
 # Workers that the coordinator starts
 
 

@@ -21,6 +21,7 @@ from germline.strategies.state import ask_tensors
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 LONGEST = 1e6  # seconds that any work may take
+HEAD_START = 0.01  # seconds by which records are ahead of weights
 LATENCY = 0.03  # seconds of a call's way that do not make a worker slow
 
 
@@ -126,10 +127,10 @@ class Crew:
     def should_follow(self, worker: RemoteWorker, strategy: AnyStrategy, state: Any) -> bool:
         """Return whether records are cheaper for a worker than what candidates are made of.
 
-        A gradient does not count, because weights are as large.
+        A gradient does not count, because weights are as large. Records are sent before the coordinator's own update.
         """
         weights, scores = count_tensor_bytes(ask_tensors(strategy.ask_arrays, state)), 4 * strategy.population
-        return scores / worker.bandwidth + worker.tell_seconds < weights / worker.bandwidth
+        return scores / worker.bandwidth + worker.tell_seconds < weights / worker.bandwidth + HEAD_START
 
     def send_records(self, worker: RemoteWorker, first: int, last: int) -> None:
         """Send the records of generations first to last - 1 to a worker; a gradient that it has is not sent again."""

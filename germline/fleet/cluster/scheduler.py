@@ -95,7 +95,8 @@ class ChunkScheduler:
         if late is not None and now <= late.deadline and (1 + waiting) / own > left / total:
             return None  # others compute it, and will be done before
         share = self.unassigned_pieces * own / total
-        size = max(math.ceil(share / CHUNKS_PER_WORKER), math.floor(own * self.smallest), 1)
+        worthwhile = min(math.floor(own * self.smallest), math.ceil(share))  # at the end all get their part
+        size = max(math.ceil(share / CHUNKS_PER_WORKER), worthwhile, 1)
         size = size if self.rates.get(worker) else max(1, size // TRIAL)  # a small one first, to see how fast it is
         first, last = self.unassigned.popleft()
         taken = min(last, first + size)
