@@ -6,7 +6,8 @@
 Each strategy trains in one process, and with two workers on each fleet. On Dask it does so twice: workers follow the
 run by its records, and they are sent weights. The Dask cluster is started by Dask's own commands, the Ray cluster by
 Ray's. The bytes are those that the process with the journal sends and receives in a generation, from generation 2 on,
-as Germline counts them: what Dask and Ray add is not in it.
+as Germline counts them: what Dask and Ray add is not in it. "Fewest" is a generation with the fewest bytes, where they
+differ much: a step of Hybrid-ES that shifts the last gradient.
 
 --large trains nets of up to 8 million parameters on Dask, and prints the bytes of each worker and the memory of Dask's
 scheduler over time as well: records do not grow with the net, and the scheduler keeps nothing of what it passes on.
@@ -73,17 +74,19 @@ LARGE = [  # recipe, strategy, generations
 
 
 class Outcome(NamedTuple):
-    """What a run came to: the hash of its weights, bytes sent and received in a generation, and remarks."""
+    """What a run came to: its weights' hash, bytes sent and received in a generation, the fewest of both, remarks."""
 
     weights: str
     sent: float
     received: float
+    fewest: float
     remarks: str = ""
 
     def describe(self, expected: str) -> str:
         """Return the outcome as a cell of a table."""
         same = "equal" if self.weights == expected else f"DIFFERS ({self.weights[:8]})"
-        return f"{same} {self.sent:,.0f} + {self.received:,.0f}{self.remarks}"
+        fewest = f" (fewest {self.fewest:,.0f})" if self.fewest < (self.sent + self.received) / 2 else ""
+        return f"{same} {self.sent:,.0f} + {self.received:,.0f}{fewest}{self.remarks}"
 
 
 def start(stack: ExitStack, folder: str, *command: str) -> int:
@@ -170,12 +173,12 @@ def train(recipe: str, options: StrategyOptions, generations: int, fleet: Fleet,
             worker.tell_seconds = worker.tell_seconds if tell is None else tell
         summary = loop.run(session, Stop(generations=generations))
         session.require_journal().close()
-        sent, received = count_bytes(Path(folder, "run"))
+        counts = count_bytes(Path(folder, "run"))
     remarks = "" if all(worker.pieces for worker in workers) else ", NOT BY ALL WORKERS"
     if tell is not None and made.strategy.kind != "train_members":
         is_right = all(worker.has_whole_state == (tell == 0) for worker in workers)
         remarks += "" if is_right else ", NOT IN THIS WAY"
-    return Outcome(summary["theta_sha256"], sent, received, remarks)
+    return Outcome(summary["theta_sha256"], *counts, remarks)
 
 
 def train_spmd(recipe: str, options: StrategyOptions, generations: int) -> Outcome:
@@ -191,12 +194,13 @@ def train_spmd(recipe: str, options: StrategyOptions, generations: int) -> Outco
         return Outcome(json.loads(done.stdout.splitlines()[-1])["theta_sha256"], *count_bytes(Path(folder, "run")))
 
 
-def count_bytes(run: Path) -> tuple[float, float]:
-    """Return the bytes that were sent and received in a generation, on average, from generation 2 on."""
+def count_bytes(run: Path) -> tuple[float, float, float]:
+    """Return the bytes sent and received in a generation, on average, and the fewest, from generation 2 on."""
     journal = Journal.open(run, read_only=True)
     counts = [record.info["bytes"] for record in journal.records() if record.result.generation >= 2]
     journal.close()
-    return mean(sent for sent, _ in counts), mean(received for _, received in counts)
+    fewest = min(sent + received for sent, received in counts)
+    return mean(sent for sent, _ in counts), mean(received for _, received in counts), fewest
 
 
 class Memory:

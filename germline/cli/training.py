@@ -53,7 +53,7 @@ def train(
     about_run = {**about, "command": command_line()}
     if not baseline:
         session = start(made, path, about=about_run, stop=limits)
-        run_to_end(session, limits, as_json=output.json_, strategy=strategy.strategy)
+        run_to_end(session, limits, as_json=output.json_, strategy=strategy.strategy, fleet=fleet)
         return
     other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
     other_path = path.with_name(path.name + "-backprop")
@@ -100,7 +100,7 @@ def resume(
     session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
     limits = stop.limits()
     limits = limits if limits != Stop() else Stop.from_header(header["stop"])
-    run_to_end(session, limits, as_json=json_, strategy=again.strategy)
+    run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)
 
 
 def run_to_end(
@@ -111,8 +111,19 @@ def run_to_end(
     quiet: bool = False,
     status: Status | None = None,
     strategy: str | None = None,
+    fleet: options.FleetOptions | None = None,
 ) -> dict[str, Any]:
-    """Run a session to its end, with progress, and print its summary; ``strategy`` is the one that the user named."""
+    """Run a session to its end, with progress, and print its summary.
+
+    Args:
+        session: The run.
+        stop: When it ends.
+        as_json: Whether the summary is printed as JSON.
+        quiet: Whether nothing else is printed.
+        status: The status page, if there is one.
+        strategy: The strategy that the user named, for the command that resumes the run.
+        fleet: The fleet that the user asked for, for the same command.
+    """
     path, is_first = session.path, session.fleet.group.rank == 0
     if is_first:
         with Progress(stop, below=status.table if status is not None else None).shown() as progress:
@@ -127,7 +138,7 @@ def run_to_end(
         write_report([(path.name, session.journal.header, rows, summary)], path / "report.html")
         session.journal.close()
     if is_interrupted and is_first:
-        how = "the same command" if status is not None else resume_command(session, strategy)
+        how = "the same command" if status is not None else resume_command(session, strategy, fleet)
         print(f"interrupted after generation {session.generation}; go on with: {how}", file=sys.stderr)
     if as_json and is_first:
         print(json.dumps(summary))
@@ -174,14 +185,17 @@ def check_baseline(recipe: Recipe, path: Path, fleet: Fleet) -> None:
     Differentiate().differentiate(session, 0, session.batch(0), {})
 
 
-def resume_command(session: Session, strategy: str | None) -> str:
-    """Return the command that resumes a run; it names again what is not part of this package."""
+def resume_command(session: Session, strategy: str | None, fleet: options.FleetOptions | None) -> str:
+    """Return the command that resumes a run; it names again what is not part of this package, and a cluster."""
     header = session.journal.header if session.journal is not None else {}
     words = ["germline", "resume", str(session.path)]
     if header.get("recipe") not in (None, *RECIPES):
         words += ["--recipe", header["recipe"]]
     if strategy is not None and strategy not in STRATEGIES:
         words += ["--strategy", strategy]
+    if fleet is not None and fleet.address is not None:
+        words += ["--fleet", fleet.fleet, "--address", fleet.address]
+        words += ["--keys", str(fleet.keys)] if fleet.keys is not None else []
     return shlex.join(words)
 
 
