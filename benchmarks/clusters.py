@@ -1,4 +1,4 @@
-"""The same weights on every fleet, and the bytes of a generation: all strategies on spmd, Dask and Ray.
+"""Compares the weights and the bytes of a generation of all strategies on spmd, Dask and Ray.
 
     python benchmarks/clusters.py [--fleets spmd,dask,ray] [--recipe digits] [--generations 15]
     python benchmarks/clusters.py --large
@@ -74,7 +74,7 @@ LARGE = [  # recipe, strategy, generations
 
 
 class Outcome(NamedTuple):
-    """What a run came to: its weights' hash, bytes sent and received in a generation, the fewest of both, remarks."""
+    """The result of a run: its weights' hash, bytes sent and received in a generation, the fewest of both, remarks."""
 
     weights: str
     sent: float
@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 def start(stack: ExitStack, folder: str, *command: str) -> int:
-    """Start a process in a group of its own, which ends with the stack; return its number."""
+    """Start a process in a new group, which ends with the stack; return its number."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GERMLINE_DEVICE": "cpu"}
     with Path(folder, "log.txt").open("a") as log:
         words = [sys.executable, "-m", *command]

@@ -1,4 +1,4 @@
-"""How far one coordinator carries: the real chunk scheduler on a simulated clock, with 10 to 100,000 workers.
+"""Simulates how far one coordinator scales: the real chunk scheduler on a simulated clock, with 10 to 100,000 workers.
 
     python benchmarks/scale.py [--relays] [--ranks] [--workers 10 --workers 1000] [--task-cost 0.0005]
 

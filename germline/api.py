@@ -249,8 +249,8 @@ class Search:
             strategy = fleet.adapt(strategy)
             fleet.check(strategy)
             self._session = Session.create(model, strategy, goal, fleet, seed, dtype=dtype, dropout=dropout)
-        made = Recipe(model, loss=loss, score=score, objective=objective, maximize=maximize, strategy=strategy)
-        self._session.recipe = made  # for workers that were given none
+        recipe = Recipe(model, loss=loss, score=score, objective=objective, maximize=maximize, strategy=strategy)
+        self._session.recipe = recipe  # for workers that were given none
         self._shapes: Any = ()  # of the inputs on which the module was last tried
         self._has_joined = False
 

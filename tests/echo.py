@@ -1,4 +1,4 @@
-"""What answers messages in place of a worker's Responder, for tests of what carries the messages."""
+"""Answers messages in place of a worker's Responder, for tests of the systems that carry messages."""
 
 import os
 import time

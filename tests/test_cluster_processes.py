@@ -339,7 +339,7 @@ def shake_hands(context: Any, end: socket.socket, server: bool, errors: list[str
             errors.append(type(error).__name__)
 
 
-# A worker that nobody can connect to
+# A worker that no other machine can connect to
 
 
 @contextmanager

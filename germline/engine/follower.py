@@ -246,8 +246,8 @@ class Follower:
     def read_rows(self, head: Head) -> tuple[Head | None, list[bytes]]:
         """Return members that were trained here."""
         members = [self.trained.get((head["generation"], number)) for number in head["members"]]
-        found = [member for member in members if member is not None]
-        if len(found) < len(members):
+        present = [member for member in members if member is not None]
+        if len(present) < len(members):
             return None, []
         has_moments = bool(member_strategy(self.session).row_arrays)
-        return {}, messages.encode_members(found, with_moments=has_moments)
+        return {}, messages.encode_members(present, with_moments=has_moments)

@@ -1,4 +1,4 @@
-"""What a cluster needs of the system that it runs on: its workers, calls to them, and news of them.
+"""The interface between a cluster and the system that it runs on: workers, calls to them, and events.
 
 Dask and Ray are behind this interface. What is sent to whom, and what becomes of it, is decided above it, once.
 """

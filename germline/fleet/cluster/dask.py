@@ -130,7 +130,7 @@ class DaskBackend(Backend):
         self.slots: dict[int, str] = {}  # of uploaded arrays, by their identity
         self.free_slots: list[str] = []
         self.new_slots = (f"{TOPIC}-{self.token}-{number}" for number in itertools.count())
-        self.has_changed, self.last_look, self.heard = True, 0.0, 0.0
+        self.has_changed, self.last_look, self.last_event = True, 0.0, 0.0
         self.client: Any = None
         try:
             self._connect()
@@ -145,7 +145,7 @@ class DaskBackend(Backend):
         self.anchor = self.client.submit(int, key=f"{TOPIC}-{self.token}-0", pure=False)
         self.client.subscribe_topic(TOPIC, self._hear)
         self.client.subscribe_topic("all", self._note_change)  # workers come and go
-        self.heard = time.monotonic()
+        self.last_event = time.monotonic()
 
     def look(self) -> None:
         if not self.has_changed and time.monotonic() - self.last_look < LOOK:
@@ -157,7 +157,7 @@ class DaskBackend(Backend):
                 self._connect()
             self.client.log_event(TOPIC, {"token": self.token})
             there = set(self.client.nthreads())
-            if time.monotonic() - self.heard > DEAF:
+            if time.monotonic() - self.last_event > DEAF:
                 raise TimeoutError("the scheduler does not send events any more")
         except (OSError, TimeoutError):
             self._disconnect()
@@ -235,7 +235,7 @@ class DaskBackend(Backend):
         if not isinstance(about, dict) or about.get("token") != self.token:
             return  # of another coordinator
         if "worker" not in about:
-            self.heard = time.monotonic()
+            self.last_event = time.monotonic()
             return
         try:
             arrays, slot, scheduler = about.get("arrays", ()), about.get("slot"), self.client.scheduler

@@ -151,7 +151,7 @@ class Cluster(Fleet):
 
 
 class Elastic(Cluster):
-    """A cluster of its own: a Dask scheduler in a process of this machine, which any workers may join.
+    """A cluster that this program starts: a Dask scheduler in a separate process, which any workers may join.
 
     Args:
         address: Where the scheduler listens, as HOST:PORT; port 0 is any free port.

@@ -28,7 +28,7 @@ PATIENCE = 15.0  # seconds for a worker to send members, and twice the time that
 
 @dataclass
 class Origin:
-    """Where the members of a generation come from.
+    """The origin of the members of a generation.
 
     Attributes:
         result: The result of the generation before; None if the coordinator has made them all.
@@ -57,11 +57,11 @@ class MembersJob(Job):
     def prepare(self, crew: Crew, worker: RemoteWorker, chunk: Chunk) -> Message:
         members, origin = range(chunk.first, chunk.last), self.origin
         there = origin.held.get(worker.address, set())
-        made = [k for k in members if origin.result is not None and origin.parents[k] <= there]
-        scores = origin.result.scores.tobytes() if origin.result is not None and made else b""
+        own = [k for k in members if origin.result is not None and origin.parents[k] <= there]
+        scores = origin.result.scores.tobytes() if origin.result is not None and own else b""
         has_moments = bool(cast(MemberStrategy[Any], self.inputs.strategy).row_arrays)
-        sent = encode_members(self.starts([k for k in members if k not in made]), with_moments=has_moments)
-        return Message(self.head | {"version": None, "made": made}, [scores, *sent])
+        sent = encode_members(self.starts([k for k in members if k not in own]), with_moments=has_moments)
+        return Message(self.head | {"version": None, "made": own}, [scores, *sent])
 
     def has_same_weights(self, head: Head, chunk: Chunk) -> bool:
         starts = self.starts(range(chunk.first, chunk.last))
@@ -130,17 +130,17 @@ class RemoteMembers(MemberShare, Update):
         """Return members that workers have trained; those whose worker is gone train again, in this process."""
         coordinator, workers = self.coordinator, self.coordinator.crew.workers
         coordinator.job_number += 1
-        wanted: dict[str, list[int]] = {}
+        by_holder: dict[str, list[int]] = {}
         for member in members:
             holders = [address for address, held in job.held.items() if member in held and address in workers]
             if holders:
-                wanted.setdefault(holders[0], []).append(member)
-        until = {address: self._ask(job, workers[address], some) for address, some in wanted.items()}
+                by_holder.setdefault(holders[0], []).append(member)
+        until = {address: self._ask(job, workers[address], some) for address, some in by_holder.items()}
         rows: dict[int, TrainedMember] = {}
         while until:
             for worker, message in coordinator.take_events(TICK):
                 if message.head.get("job") == coordinator.job_number and until.pop(worker.address, None):
-                    rows |= self._read_rows(job, worker, wanted[worker.address], message)
+                    rows |= self._read_rows(job, worker, by_holder[worker.address], message)
             now = time.monotonic()
             until = {address: end for address, end in until.items() if address in workers and now < end}
         lost = [member for member in members if member not in rows]

@@ -21,7 +21,7 @@ from germline.fleet.cluster.worker import Responder
 
 STARTS = 3  # workers started here that may die before one of them is let in
 TURNED_AWAY = 2  # the exit code of a worker that was not let in
-ONCE = "GERMLINE_ONCE"  # the variable of a worker that ends with its scheduler: whoever has started it does so again
+ONCE = "GERMLINE_ONCE"  # the variable of a worker that ends with its scheduler; the coordinator starts it again
 PAUSES = (0.5, 8.0)  # seconds between attempts to connect: the first, and the longest
 OTHER_AUTHORITY = (
     "The coordinator at {} and the keys {} are not of one authority: use a folder made by 'germline keys add'."
@@ -81,7 +81,7 @@ class RefusedError(BadInput):
 class WorkerProcess:
     """A Dask worker that connects again when its scheduler is gone.
 
-    It listens on the loopback interface alone: nobody ever connects to it.
+    It listens on the loopback interface alone, because no process connects to it.
     """
 
     address: str

@@ -1,4 +1,4 @@
-"""A Dask scheduler in a process of its own, so that nothing that happens at its port can end a coordinator.
+"""A Dask scheduler in a separate process, so that nothing that happens at its port can end a coordinator.
 
     python -P scheduler_process.py OPTIONS     runs the scheduler; prints its address, and ends with its standard input
 
