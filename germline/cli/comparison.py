@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from germline.cli.report import draw_figure, render_page, render_table
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.engine.stopping import lower_is_better
 from germline.errors import BadInput
+from germline.reporting.report import draw_figure, render_page, render_table
 
 ABOUT = "about.json"  # the file that says what a folder compares
 POINTS = 200  # of a curve

@@ -11,7 +11,6 @@ from typer import Argument, Option
 from germline.cli.app import command, print_table
 from germline.cli.doctor import examine
 from germline.cli.options import AgainOptions, AsJson, RunPath
-from germline.cli.report import read_run, write_report
 from germline.engine import opening
 from germline.engine import replay as replaying
 from germline.engine.export import export_theta
@@ -22,6 +21,7 @@ from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.recipes import RECIPES
+from germline.reporting.report import read_run, write_report
 from germline.strategies.registry import describe_strategies, find_strategy
 
 

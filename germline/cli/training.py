@@ -13,8 +13,6 @@ import typer
 from germline.api import free_directory
 from germline.cli import options
 from germline.cli.app import command
-from germline.cli.progress import Progress
-from germline.cli.report import read_run, write_curves, write_report
 from germline.cli.status import Status
 from germline.engine import loop, opening
 from germline.engine.drivers import Differentiate
@@ -26,6 +24,8 @@ from germline.fleet import SPMD, Dask, Elastic, Fleet, Local, Ray
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
 from germline.recipes import RECIPES, Recipe, make_recipe
+from germline.reporting.progress import Progress
+from germline.reporting.report import read_run, write_curves, write_report
 from germline.strategies import STRATEGIES
 
 

@@ -15,7 +15,7 @@ from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.population import METHODS
 
-STYLE = resources.files("germline.cli").joinpath("report.css").read_text(encoding="utf-8")
+STYLE = resources.files("germline.reporting").joinpath("report.css").read_text(encoding="utf-8")
 
 NO_CURVES = "<p>There are no curves: matplotlib is not installed (pip install 'germline[report]').</p>"
 
