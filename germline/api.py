@@ -27,7 +27,7 @@ from germline.objective import Batch, Metric, build_objective, iterate_tensors, 
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipes import Recipe
 from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, pack, unpack
-from germline.strategies.settings import check_choice
+from germline.strategies.settings import check_choice, is_over_run
 
 
 @dataclass(frozen=True)
@@ -244,6 +244,10 @@ class Search:
         needs_dev = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).select_on == "dev"
         if strategy.kind == "train_members" or needs_dev:
             raise BadInput(f"The strategy {strategy.name} needs a data set, not batches: use gl.train.")
+        for name, value in vars(strategy).items():
+            if is_over_run(value):
+                message = f"The schedule {value} of {name} is over a whole run, and a Search does not know its end"
+                raise BadInput(f"{message}: give the schedule a number of generations.")
         self._module = model
         with torch.inference_mode(False):
             strategy = fleet.adapt(strategy)

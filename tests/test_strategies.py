@@ -299,7 +299,7 @@ def test_a_torch_scheduler_decides_the_learning_rate() -> None:
         (lambda: GA(sigma=lambda g: -1.0).values(GA().init(torch.zeros(1)), 0), "above 0"),
         (lambda: find_strategy("openai"), "did you mean 'openai-es'"),
         (lambda: Schedule("exponential", 1.0, 0.0, 5), "above 0"),
-        (lambda: Schedule.parse("linear(1, 2)"), "not a schedule"),
+        (lambda: Schedule.parse("linear(1)"), "not a schedule"),
         (lambda: Schedule.parse("linear(1, 2, 0)"), "at least one"),
         (lambda: parse_setting(int, "population", "many"), "a whole number"),
         (lambda: parse_setting(bool, "mirrored", "1"), "true or false"),

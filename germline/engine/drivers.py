@@ -107,7 +107,7 @@ class Evolve(Driver):
         return strategy.ask(state, session.noise, 0, strategy.values(state, 0))
 
     def score(self, session: "Session", generation: int, batch: Batch | None) -> GenerationResult:
-        values = session.strategy.values(session.state, generation)
+        values = session.values(generation)
         candidates = session.strategy.ask(session.state, session.noise, generation, values)
         inputs = make_inputs(session, generation, values)
         scores = session.scorer.score(session.fleet, session.strategy, candidates, batch, inputs)
@@ -137,7 +137,7 @@ class Differentiate(Driver):
 
     def score(self, session: "Session", generation: int, batch: Batch | None) -> GenerationResult:
         strategy, state, scorer = gradient_strategy(session), session.state, session.scorer
-        values = strategy.values(state, generation)
+        values = session.values(generation)
         result = GenerationResult(generation, np.empty(0, np.float32), values)
         if strategy.differentiates(generation):
             result = self.differentiate(session, generation, batch, values)
@@ -217,7 +217,7 @@ class TrainMembers(Driver):
 
     def score(self, session: "Session", generation: int, batch: Batch | None) -> GenerationResult:
         strategy, state, share = member_strategy(session), session.state, self._share(session)
-        values = strategy.values(state, generation)
+        values = session.values(generation)
         train = self.make_trainer(session, generation, values)
 
         def work(row: int) -> TrainedMember:

@@ -25,6 +25,7 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
     stop.check(session.scorer.objective, session.splits)
     if stop.target is not None and stop.target.metric.startswith("train_"):
         session.eval_splits = ("train", *session.eval_splits)
+    session.measure_part, session.part_used = stop.part_used, stop.part_used(session, session.samples)
     patience = PATIENCE if all(getattr(callback, "can_wait", False) for callback in callbacks) else 0.0
     unreported: list[Row] = []
     with interruptible(session):

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from germline.population import DType, Plan, refresh_statistics, single_threaded
 from germline.recipes import Recipe
 from germline.strategies import AnyStrategy, GenerationResult
 from germline.strategies.registry import check_state, check_strategy
+from germline.strategies.settings import set_schedules
 
 REMEMBERED, RECENT = 4096, 256  # generations that are kept in memory, and of these the last ones without a gap
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
@@ -85,6 +86,8 @@ class Session:
     member_share: MemberShare | None = None  # which members train here
     last_gradient: Tensor | None = None  # for comparison with the next one
     prefetched_batch: Batch | None = None  # the batch of the next generation, if a GPU has started with it
+    measure_part: "Callable[[Session, int], float] | None" = None  # see ``part_used``
+    part_used: float = 0.0  # of the run's budget, by its limits and the samples so far: schedules go by it
     unrecorded_seconds: float = 0.0  # of writing the last generation, which the next record counts
     last_commit: float = 0.0  # when records were last written to disk
     peak_bytes: int = 0  # of a GPU, in generations whose resources were measured
@@ -160,6 +163,11 @@ class Session:
         self.prepare(batch)
         return self.driver.score(self, generation, batch)
 
+    def values(self, generation: int) -> dict[str, float]:
+        """Return the values of the strategy's schedules in a generation."""
+        values: dict[str, float] = set_schedules(self.strategy, self.part_used).values(self.state, generation)
+        return values
+
     def tell(self, result: GenerationResult) -> None:
         """Advance a whole State by a result that may come from a journal or a coordinator."""
         maximize = self.scorer.objective.maximize
@@ -197,7 +205,10 @@ class Session:
         with clock("update"):
             self.advance(result)
         resources = measure_resources(self.scorer.device) if self.driver.records_theta else {}
+        samples = self.driver.count_samples(self, result, batch)
         self.generation += 1
+        if self.measure_part is not None:
+            self.part_used = self.measure_part(self, self.samples + samples)
         self._prefetch()
         is_measured = self.generation % self.recipe.evaluate_every == 0
         metrics = group.on_journal_rank(lambda: self.measure(batch)) if is_measured else {}
@@ -207,7 +218,7 @@ class Session:
         ended = time.perf_counter()
         info: dict[str, Any] = {
             "seconds": round(ended - started + self.unrecorded_seconds, 6),
-            "samples": self.driver.count_samples(self, result, batch),
+            "samples": samples,
             "bytes": self.fleet.count_bytes(),
         }
         info |= {"metrics": metrics} if metrics else {}
@@ -229,7 +240,7 @@ class Session:
         self.prefetched_batch = None
         if self.strategy.kind == "evolve" and self.fleet.group.size == 1 and self.scorer.can_prefetch:
             with suppress(Exception):  # an error of the next generation is reported when it is due
-                values = self.strategy.values(self.state, self.generation)
+                values = self.values(self.generation)
                 candidates = self.strategy.ask(self.state, self.noise, self.generation, values)
                 self.prefetched_batch = self.batch(self.generation)
                 self.scorer.prefetch(self.strategy, self.state, candidates, self.prefetched_batch, values)

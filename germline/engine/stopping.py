@@ -89,6 +89,18 @@ class Stop:
         if self.target is not None and self.target.metric not in names:
             raise unknown_name("metric", self.target.metric, names)
 
+    def part_used(self, session: Session, samples: int) -> float:
+        """Return which part of its budget a run has used, from 0 to 1; 0 if it has no limit but a target.
+
+        Args:
+            session: The run.
+            samples: Its samples so far.
+        """
+        seconds, _ = session.fleet.group.stop_status(session.seconds, False)
+        passes = self.evaluations * session.batch_size if self.evaluations is not None else None
+        used = ((session.generation, self.generations), (samples, passes), (seconds, self.seconds))
+        return min(1.0, max((amount / limit for amount, limit in used if limit), default=0.0))
+
     def reason(self, session: Session) -> str | None:
         """Return which limit a session has reached, or None if it goes on."""
         if self.target is not None and self.target.is_reached(session.metrics):

@@ -29,15 +29,15 @@ def mnist_mlp(
 ) -> Recipe:
     """Classify MNIST by a net with one hidden layer, sized for a GPU or for two CPU cores.
 
-    The learning rate falls to 0 over ``steps`` generations.
+    The learning rate falls to 0 over the run, which has ``steps`` generations unless another limit is given.
     """
     check_choice("machine", machine, get_args(Machine))
     usual_width, population, usual_batch, sigma, usual_steps = SIZES[machine]
     width, steps = hidden or usual_width, steps or usual_steps
     model = seeded(seed, lambda: nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10)))
     loss = F.cross_entropy if machine == "gpu" else cross_entropy
-    strategy = OpenAIES(population=population, sigma=sigma, lr=fall_to_zero(0.005, steps), rank=1, weight_decay=0.1)
-    gradient = Gradient(lr=fall_to_zero(0.001, steps))
+    strategy = OpenAIES(population=population, sigma=sigma, lr=Schedule("linear", 0.005, 0.0), rank=1, weight_decay=0.1)
+    gradient = Gradient(lr=Schedule("linear", 0.001, 0.0))
     return build_recipe(model, load_mnist(), loss, strategy, gradient, batch_size or usual_batch, steps)
 
 
@@ -55,17 +55,12 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 256, steps: int = 40000) -> Recipe:
     """Classify MNIST by two convolutions of 5 x 5 and a linear layer, sized for a GPU.
 
-    The learning rate falls to 0 over ``steps`` generations.
+    The learning rate falls to 0 over the run, which has ``steps`` generations unless another limit is given.
     """
-    strategy = OpenAIES(population=1024, sigma=0.02, lr=fall_to_zero(0.006, steps), rank=1, weight_decay=0.1)
-    gradient, data = Gradient(lr=fall_to_zero(0.002, steps)), load_mnist().reshape(1, 28, 28)
+    strategy = OpenAIES(population=1024, sigma=0.02, lr=Schedule("linear", 0.006, 0.0), rank=1, weight_decay=0.1)
+    gradient, data = Gradient(lr=Schedule("linear", 0.002, 0.0)), load_mnist().reshape(1, 28, 28)
     model = seeded(seed, lambda: convolutional(width))
     return build_recipe(model, data, F.cross_entropy, strategy, gradient, batch_size, steps)
-
-
-def fall_to_zero(rate: float, steps: int) -> Schedule:
-    """Return a learning rate that falls to 0 over ``steps`` generations."""
-    return Schedule("linear", rate, 0.0, steps)
 
 
 def build_recipe(

@@ -102,6 +102,17 @@ def learning_rate_at(optimizer: Optimizer, lr: Scheduled, theta: Tensor, moments
     return rate
 
 
+def set_schedules(strategy: Any, part: float) -> Any:
+    """Return a strategy whose schedules over the whole run have the values that they have after a part of it."""
+    settings = {name: value.value_after(part) for name, value in vars(strategy).items() if is_over_run(value)}
+    return strategy.with_settings(**settings) if settings else strategy
+
+
+def is_over_run(value: Any) -> bool:
+    """Return whether a setting is a schedule over the whole run."""
+    return isinstance(value, Schedule) and value.generations is None
+
+
 def check_population(population: int, mirrored: bool, shards: int) -> None:
     """Check that at least two members are ranked together, in whole pairs where they are mirrored."""
     if population < 2 or (mirrored and population % 2):
@@ -206,4 +217,4 @@ def describe_option(option: Any) -> list[str]:
     if typing.get_origin(option) is typing.Literal:
         return [str(choice) for choice in typing.get_args(option)]
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a name", type(None): "none"}
-    return [names[option]] if option in names else ["linear(START, STOP, GENERATIONS)"] if option is Schedule else []
+    return [names[option]] if option in names else ["linear(START, STOP)"] if option is Schedule else []
