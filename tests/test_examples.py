@@ -1,0 +1,70 @@
+"""Every example runs as a user runs it: the installed wheel, a folder of its own, no checkout; and learns something."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = {file.stem: file for file in sorted((ROOT / "examples").glob("*.py"))}
+AT_LEAST = {  # the first number that an example prints
+    "cartpole": 150.0,
+    "data_loader": 0.9,
+    "early_stopping": 0.8,
+    "export": 0.8,
+    "packed_gru": 0.85,
+    "padded_transformer": 0.7,
+    "pretrained": 0.75,
+    "residual_cnn": 0.8,
+    "tabular_f1": 0.9,
+    "tensorboard": 0.8,
+}
+AT_MOST = {"own_strategy": 0.5, "two_inputs": 0.3}
+LINES = 25
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], check=True, env=environment)
+    (wheel,) = folder.glob("*.whl")
+    target = folder / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, wheel], check=True, env=environment)
+    return target
+
+
+def count_lines(file: Path) -> int:
+    """Return the lines of a program, without its docstring, blank lines and lines of brackets alone."""
+    code = file.read_text().split('"""', 2)[2].splitlines()
+    return sum(bool(re.search(r"\w", line)) for line in code)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_short(name: str) -> None:
+    assert count_lines(EXAMPLES[name]) <= LINES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns(name: str, installed: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    where = [sys.executable, "-c", "import germline; print(germline.__file__)"]
+    imported = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert Path(imported.stdout.strip()).is_relative_to(installed)
+    script = shutil.copy(EXAMPLES[name], tmp_path)
+    run = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    (value,) = re.findall(r"-?\d+\.\d+", run.stdout.splitlines()[0])[:1]
+    assert float(value) >= AT_LEAST.get(name, float("-inf")), run.stdout
+    assert float(value) <= AT_MOST.get(name, float("inf")), run.stdout
+
+
+def test_every_example_has_a_figure() -> None:
+    assert set(EXAMPLES) == set(AT_LEAST) | set(AT_MOST)
