@@ -11,6 +11,7 @@ that has died has left, and another one joins in its place if the node is still 
 
 import itertools
 import logging
+import os
 import queue
 import socket
 import threading
@@ -37,7 +38,9 @@ class Answers:
     have to keep what has been copied to bytes.
     """
 
-    def __init__(self, responder: str, threads: int) -> None:
+    def __init__(self, responder: str, threads: int, gpus: int) -> None:
+        if not gpus:  # the node may have one that Ray was told not to use
+            os.environ.setdefault("GERMLINE_DEVICE", "cpu")
         self.responder = resolve_name(responder)(threads, is_shared=False)
 
     def answer(self, head: Head, arrays: Sequence[Any]) -> tuple[Head, list[PickleBuffer]] | None:
@@ -89,9 +92,13 @@ class RayBackend(Backend):
         if time.monotonic() - self.last_look < LOOK:
             return
         self.last_look = time.monotonic()
-        for node in self.ray.nodes():
-            if node["Alive"]:
-                self._start_actors(node)
+        nodes = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        with self.lock:
+            for (node, _), worker in list(self.places.items()):
+                if node not in nodes and worker is not None:  # a worker without a call would not be missed
+                    self._drop_actor(worker, "its node has left", can_start=True)
+        for about in nodes.values():
+            self._start_actors(about)
 
     def _start_actors(self, node: dict[str, Any]) -> None:
         cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
@@ -100,7 +107,7 @@ class RayBackend(Backend):
         needs = {"num_gpus": min(1, gpus), "num_cpus": 0 if gpus else 1, "scheduling_strategy": pin}
         for place in {(node["NodeID"], index) for index in range(count)} - set(self.places):
             name = self.places[place] = f"{node['NodeManagerHostname']}-{next(self.numbers)}"
-            actor = self.actor_class.options(**needs).remote(self.responder, max(1, cpus // count))
+            actor = self.actor_class.options(**needs).remote(self.responder, max(1, cpus // count), gpus)
             self.actors[name] = actor
             self._expect(name, actor.__ray_ready__.remote())
 
