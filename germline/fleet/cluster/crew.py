@@ -7,16 +7,13 @@ whichever its measured rates make cheaper.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
-
 from germline.fleet.cluster.backend import Backend, Head, Message, count_bytes, print_status
-from germline.fleet.cluster.messages import encode_gradient, encode_state
+from germline.fleet.cluster.messages import candidate_fields, encode_gradient, encode_state
 from germline.strategies import AnyStrategy, GenerationInputs, GenerationResult, GradientStrategy, pack
-from germline.strategies.state import ask_tensors
 
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
@@ -129,7 +126,7 @@ class Crew:
 
         A gradient does not count, because weights are as large. Records are sent before the coordinator's own update.
         """
-        weights, scores = count_tensor_bytes(ask_tensors(strategy.ask_arrays, state)), 4 * strategy.population
+        weights, scores = count_array_bytes(candidate_fields(strategy, state)), 4 * strategy.population
         return scores / worker.bandwidth + worker.tell_seconds < weights / worker.bandwidth + HEAD_START
 
     def send_records(self, worker: RemoteWorker, first: int, last: int) -> None:
@@ -150,7 +147,7 @@ class Crew:
             missing = range(int(worker.version.rstrip("+")), generation)
             by_records = len(missing) * worker.tell_seconds
             by_records += sum(count_bytes(self.records[g]) for g in missing if g in self.records) / worker.bandwidth
-            by_weights = count_tensor_bytes(pack(state)[1]) / worker.bandwidth
+            by_weights = count_array_bytes(state) / worker.bandwidth
             if all(g in self.records for g in missing) and (not missing or by_records < by_weights):
                 self.send_records(worker, missing.start, missing.stop)
                 if worker.version != inputs.version:
@@ -170,11 +167,8 @@ class Crew:
     def _send_state(self, worker: RemoteWorker, inputs: GenerationInputs, *, is_whole: bool) -> None:
         name = f"{'State' if is_whole else 'weights'} {inputs.version}"
         if self.prepared[0] != name:
-            tree, layout, contents = encode_state(inputs.state)
-            if not is_whole:
-                asked = ask_tensors(inputs.strategy.ask_arrays, inputs.state)
-                chosen = [pair for pair in zip(layout, contents, strict=True) if pair[0][0] in asked]
-                layout, contents = [about for about, _ in chosen], [content for _, content in chosen]
+            part = inputs.state if is_whole else candidate_fields(inputs.strategy, inputs.state)
+            tree, layout, contents = encode_state(part)
             head = {"op": "state", "version": inputs.version, "tree": tree, "whole": is_whole, "layout": layout}
             head |= {"sha256": hashlib.sha256(b"".join(contents)).hexdigest()}
             self.prepared = name, Message(head, contents)
@@ -192,6 +186,6 @@ def encode_record(strategy: AnyStrategy, result: GenerationResult) -> Message:
     return Message(head, arrays)
 
 
-def count_tensor_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of some arrays."""
-    return sum(array.nbytes for array in arrays.values())
+def count_array_bytes(value: Any) -> int:
+    """Return the bytes of the arrays of a State or any part of one."""
+    return sum(array.nbytes for array in pack(value)[1].values())

@@ -15,7 +15,7 @@ from germline.errors import BadInput
 from germline.fleet.cluster.admission import TOLERANCE, Admission, are_close
 from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes
 from germline.fleet.cluster.crew import Crew, RemoteWorker
-from germline.fleet.cluster.messages import checksum, encode_batch, fields_to_check
+from germline.fleet.cluster.messages import candidate_fields, checksum, encode_batch
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
 from germline.fleet.gradients import Scores
 from germline.genome import theta_sha256
@@ -67,12 +67,12 @@ class Job:
         return theta_sha256(self.inputs.state.theta)
 
     @cached_property
-    def checked_fields(self) -> list[str]:
-        return fields_to_check(self.inputs.strategy, self.inputs.state)
+    def weights(self) -> dict[str, Any]:
+        return candidate_fields(self.inputs.strategy, self.inputs.state)
 
     @cached_property
     def checksum(self) -> int:
-        return checksum(self.checked_fields, self.inputs.state)
+        return checksum(self.weights)
 
     @cached_property
     def head(self) -> Head:
@@ -80,7 +80,7 @@ class Job:
         inputs, plan = self.inputs, asdict(self.plan) if self.plan is not None else None
         head: Head = {"op": "job", "kind": self.kind, "version": inputs.version, "generation": self.generation}
         head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
-        return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": self.checked_fields}
+        return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": list(self.weights)}
 
     def prepare(self, crew: Crew, worker: RemoteWorker, chunk: Chunk) -> Message:
         """Send a worker what it needs for a chunk; return the message about the chunk itself."""

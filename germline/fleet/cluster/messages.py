@@ -123,24 +123,20 @@ def shapes_of(value: Any) -> list[Any]:
     return [(name, array.shape, array.dtype) for name, array in pack(value)[1].items()]
 
 
-def plain_items(tree: Any) -> list[Any]:
-    """Return the items of a packed State that hold no array: numbers, which are always sent."""
-    return [item for item in tree["items"] if '"tensor"' not in json.dumps(item[1])]
+def candidate_fields(strategy: AnyStrategy, state: Any) -> dict[str, Any]:
+    """Return the fields of a State that candidates are made of: what ``ask`` reads, and plain numbers.
 
-
-def fields_to_check(strategy: AnyStrategy, state: Any) -> list[str]:
-    """Return the fields of a State that its checksum covers: what ``ask`` reads, and plain numbers.
-
-    A worker that was sent weights has no other fields.
+    A worker that was sent weights has no other fields, and its checksum covers these.
     """
-    plain = {name for name, _ in plain_items(pack(state)[0])}
-    return [f.name for f in fields(state) if f.name in (*strategy.ask_arrays, "theta") or f.name in plain]
+    values = {f.name: getattr(state, f.name) for f in fields(state)}
+    names = (*strategy.ask_arrays, "theta")
+    return {name: value for name, value in values.items() if name in names or not pack(value)[1]}
 
 
-def checksum(names: Sequence[str], state: Any) -> int:
-    """Return the sum of all bits of some fields of a State, as numbers: quick, and the same on every device."""
-    tree, tensors = pack({name: getattr(state, name) for name in names})
-    return sum(map(sum_bits, tensors.values())) + zlib.crc32(json.dumps(plain_items(tree)).encode())
+def checksum(value: Any) -> int:
+    """Return the sum of all bits of a part of a State, as numbers: quick, and the same on every device."""
+    tree, tensors = pack(value)
+    return sum(map(sum_bits, tensors.values())) + zlib.crc32(json.dumps(tree).encode())
 
 
 def sum_member_bits(theta: Tensor, moments: Moments) -> int:
