@@ -62,7 +62,6 @@ class Cluster(Fleet):
         self.admission = Admission(self.crew)
         self.coordinator = Coordinator(backend, self.crew, self.admission)
         self.block = 1  # members of a piece
-        self.counted = (0, 0)  # bytes sent and received at the last count
         atexit.register(self.close)
 
     @property
@@ -145,9 +144,9 @@ class Cluster(Fleet):
         return RemoteMembers(strategy, local, self.coordinator, self.executor, members)
 
     def count_bytes(self) -> tuple[int, int]:
-        workers, past, before = list(self.admission.known.values()), self.crew.past_bytes, self.counted
-        now = self.counted = (past[0] + sum(w.sent for w in workers), past[1] + sum(w.received for w in workers))
-        return now[0] - before[0], now[1] - before[1]
+        counts = self.crew.sent, self.crew.received
+        self.crew.sent = self.crew.received = 0
+        return counts
 
 
 class Elastic(Cluster):

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from germline.fleet.cluster.admission import WrongAnswerError
 from germline.fleet.cluster.backend import Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.cluster.jobs import TICK, Coordinator, Job
@@ -137,10 +138,13 @@ class RemoteMembers(MemberShare, Update):
                 by_holder.setdefault(holders[0], []).append(member)
         until = {address: self._ask(job, workers[address], some) for address, some in by_holder.items()}
         rows: dict[int, TrainedMember] = {}
+
+        def take_rows(worker: RemoteWorker, message: Message) -> None:
+            if message.head.get("job") == coordinator.job_number and until.pop(worker.address, None):
+                rows.update(self._read_rows(job, by_holder[worker.address], message))
+
         while until:
-            for worker, message in coordinator.take_events(TICK):
-                if message.head.get("job") == coordinator.job_number and until.pop(worker.address, None):
-                    rows |= self._read_rows(job, worker, by_holder[worker.address], message)
+            coordinator.take_events(TICK, take_rows)
             now = time.monotonic()
             until = {address: end for address, end in until.items() if address in workers and now < end}
         lost = [member for member in members if member not in rows]
@@ -155,14 +159,11 @@ class RemoteMembers(MemberShare, Update):
         size = len(members) * int(job.inputs.state.theta.nbytes) * (1 + len(self.strategy.row_arrays))
         return time.monotonic() + PATIENCE + 2 * size / worker.bandwidth
 
-    def _read_rows(
-        self, job: MembersJob, worker: RemoteWorker, members: list[int], message: Message
-    ) -> dict[int, TrainedMember]:
-        """Return the members that a worker has sent; one whose answer cannot be read is turned away."""
+    def _read_rows(self, job: MembersJob, members: list[int], message: Message) -> dict[int, TrainedMember]:
+        """Return the members that a worker has sent, or raise an error if they cannot be read."""
         templates = [start.moments for start in job.starts(members)]
         try:
             theta, has_moments = job.inputs.state.theta, bool(self.strategy.row_arrays)
             return dict(zip(members, decode_members(message.arrays, templates, has_moments, theta), strict=True))
         except Exception as error:  # whatever the worker has sent
-            self.coordinator.admission.refuse(worker, f"its members cannot be read ({type(error).__name__}: {error})")
-            return {}
+            raise WrongAnswerError(f"its members cannot be read ({type(error).__name__}: {error})") from error

@@ -1,5 +1,6 @@
 """States, batches, gradients and members as messages, and checksums of States."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Sequence
@@ -23,8 +24,7 @@ CHECKSUM_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def answer_to(head: Head, op: str, arrays: Sequence[bytes] = (), **about: Any) -> Message:
     """Return the answer to a job, which says what it is an answer to."""
-    echo = {key: head[key] for key in ("job", "chunk", "version", "kind", "first", "last")}
-    return Message({**echo, "op": op, **about}, arrays)
+    return Message({"op": op, "job": head["job"], "chunk": head["chunk"], **about}, arrays)
 
 
 def encode_tensor(array: Tensor) -> bytes:
@@ -32,11 +32,18 @@ def encode_tensor(array: Tensor) -> bytes:
     return array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def encode_state(value: Any) -> tuple[Any, list[Any], list[bytes]]:
-    """Return the tree of a State or any part of one, the layout of its arrays, and their bytes."""
+def encode_value(value: Any) -> Message:
+    """Return a State or any part of one as a message: its tree and the layout of its arrays, and their bytes."""
     tree, arrays = pack(value)
     layout = [[name, str(a.dtype).removeprefix("torch."), list(a.shape)] for name, a in arrays.items()]
-    return tree, layout, [encode_tensor(array) for array in arrays.values()]
+    return Message({"tree": tree, "layout": layout}, [encode_tensor(array) for array in arrays.values()])
+
+
+def encode_state(value: Any, version: str, *, is_whole: bool) -> Message:
+    """Return a State, or the fields of it that candidates are made of, as a message."""
+    about, contents = encode_value(value)
+    digest = hashlib.sha256(b"".join(contents)).hexdigest()
+    return Message({"op": "state", "version": version, "whole": is_whole, "sha256": digest, **about}, contents)
 
 
 def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.device) -> dict[str, Tensor]:
@@ -50,8 +57,8 @@ def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.d
 
 def encode_batch(batch: Batch, number: int) -> Message:
     """Return a batch as a message."""
-    tree, layout, contents = encode_state([list(batch.args), dict(batch.kwargs), batch.target])
-    return Message({"op": "batch", "batch": number, "tree": tree, "layout": layout, "size": batch.size}, contents)
+    about, contents = encode_value([list(batch.args), dict(batch.kwargs), batch.target])
+    return Message({"op": "batch", "batch": number, "size": batch.size, **about}, contents)
 
 
 def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> Batch:
@@ -93,8 +100,8 @@ def decode_scores(content: bytes, count: int) -> Scores:
 def encode_members(members: list[TrainedMember], *, with_moments: bool) -> list[bytes]:
     """Return members as arrays of a message."""
     rows = [[theta, moments if with_moments else None, score] for theta, moments, score in members]
-    tree, layout, contents = encode_state(rows)
-    return [json.dumps({"tree": tree, "layout": layout}).encode(), *contents]
+    about, contents = encode_value(rows)
+    return [json.dumps(about).encode(), *contents]
 
 
 def decode_members(arrays: Sequence[bytes], templates: list[Moments], has_moments: bool, like: Tensor) -> Any:
