@@ -202,7 +202,7 @@ class Follower:
         strategy, sent = member_strategy(session), [n for n in numbers if n not in head["made"]]
         templates = [strategy.moments(session.state, 0)] * len(sent)
         try:
-            given = messages.decode_members(arrays[1:], templates, bool(strategy.row_arrays), session.state.theta)
+            given = messages.decode_members(arrays[1:], templates, session.state.theta)
             starts = dict(zip(sent, given, strict=True))
             starts |= {n: self.make_member(n, generation, arrays[0]) for n in head["made"]}
         except KeyError:  # it does not have them
@@ -213,7 +213,7 @@ class Follower:
             start = starts[numbers[place]]
             return train(numbers[place], start.theta.clone(), start.moments)
 
-        about = {"checksum": sum(messages.sum_member_bits(starts[n].theta, starts[n].moments) for n in numbers)}
+        about = {"checksum": sum(messages.checksum(starts[n]) for n in numbers)}
         trained = self.fleet.executor.run(work, len(numbers), session.scorer.device)
         self.trained |= {(generation, n): member for n, member in zip(numbers, trained, strict=True)}
         self.trained = {key: member for key, member in self.trained.items() if key[0] >= generation - 1}

@@ -14,7 +14,8 @@ from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.gradients import Scores
 from germline.version import __version__
 
-PADS = (0, 1 << 16, 1 << 20)  # bytes by which the bandwidth to a worker is measured, the last only if it is fast
+# bytes of greetings; after the first, which may take long, they measure the bandwidth, with the last only if it is fast
+PADS = (0, 0, 1 << 16, 1 << 20)
 FAST = 8e6  # bytes per second
 REFUSALS = 100  # that are remembered
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
@@ -62,7 +63,7 @@ class Admission:
     def greet(self, address: str) -> None:
         """Ask a worker that has joined the cluster who it is."""
         worker = self.known[address] = RemoteWorker(address)
-        self._ask(worker, {"op": "hello"})
+        self._say_hello(worker)
 
     def invite(self, invitation: Invitation) -> None:
         """Have all workers that are there build a run, and all that come later."""
@@ -71,32 +72,31 @@ class Admission:
             if worker.bandwidth:
                 self._welcome(worker)
 
-    def _ask(self, worker: RemoteWorker, head: Head, arrays: list[bytes] | None = None) -> None:
+    def _say_hello(self, worker: RemoteWorker) -> None:
         worker.asked = time.monotonic()
-        self.crew.send(worker, Message(head, arrays or []))
+        self.crew.send(worker, Message({"op": "hello"}, [os.urandom(PADS[len(worker.delays)])]))
 
     def take_answer(self, worker: RemoteWorker, message: Message) -> bool:
         """Go on with a worker that has answered; return whether it is let in now. One that may not is an error."""
-        head, waited = message.head, time.monotonic() - worker.asked
-        if head.get("op") == "hello":
+        head = message.head
+        if head.get("op") == "hello" and len(worker.delays) < len(PADS):
             worker.about = check_about(head)
-            self._ask(worker, {"op": "ping"})
-        elif head.get("op") == "pong":
-            self._measure(worker, waited)
+            self._measure(worker, time.monotonic() - worker.asked)
         elif head.get("op") == "ready" and self.invitation is not None and head.get("run") == self.invitation.run:
             self._check_ready(worker, message, self.invitation)
             self.crew.workers[worker.address] = worker
+            self.crew.say(f"worker {worker.name} has joined: {worker.about['device']}, {worker.about['machine']}")
             return True
         return False
 
     def _measure(self, worker: RemoteWorker, waited: float) -> None:
-        """Take in how long a ping took, and send a longer one or the invitation."""
+        """Take in how long a greeting took, and send a longer one or the invitation."""
         worker.delays.append(waited)
-        if len(worker.delays) > 1:
-            pad, extra = PADS[len(worker.delays) - 1], worker.delays[-1] - worker.delays[0]
-            worker.bandwidth = pad / max(1e-4, extra)
-        if len(worker.delays) == 1 or (len(worker.delays) < len(PADS) and worker.bandwidth > FAST):
-            self._ask(worker, {"op": "ping"}, [os.urandom(PADS[len(worker.delays)])])
+        count = len(worker.delays)
+        if count > 2:
+            worker.bandwidth = PADS[count - 1] / max(1e-4, worker.delays[-1] - worker.delays[1])
+        if count <= 2 or (count < len(PADS) and worker.bandwidth > FAST):
+            self._say_hello(worker)
         elif self.invitation is not None:
             self._welcome(worker)
 

@@ -8,12 +8,12 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from germline.fleet.cluster.backend import Backend, Head, Message, count_bytes, print_status
 from germline.fleet.cluster.messages import candidate_fields, encode_gradient
 from germline.fleet.cluster.scheduler import Chunk
-from germline.strategies import AnyStrategy, GenerationResult, GradientStrategy, pack
+from germline.strategies import AnyStrategy, GenerationResult, pack
 
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
@@ -43,7 +43,8 @@ class RemoteWorker:
         sent: Bytes to it.
         received: Bytes from it.
         last_heard: When it last answered.
-        asked: When it was last asked something before it was let in, and how long the answers took.
+        asked: When it was last greeted.
+        delays: Seconds that the answers to greetings took.
     """
 
     address: str
@@ -171,7 +172,7 @@ def encode_record(strategy: AnyStrategy, result: GenerationResult) -> Message:
     head = {"op": "tell", "generation": result.generation, "values": dict(result.values), "wire": None}
     arrays = [result.scores.tobytes()]
     if result.gradient is not None:
-        head["wire"], content = encode_gradient(result.gradient, cast(GradientStrategy[Any], strategy).wire)
+        head["wire"], content = encode_gradient(result.gradient, strategy)
         arrays.append(content)
     return Message(head, arrays)
 

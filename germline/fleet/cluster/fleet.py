@@ -60,7 +60,7 @@ class Cluster(Fleet):
         self.backend, self.device, self.executor = backend, device, Executor()
         self.crew = Crew(backend)
         self.admission = Admission(self.crew)
-        self.coordinator = Coordinator(backend, self.crew, self.admission)
+        self.coordinator = Coordinator(self.crew, self.admission)
         self.block = 1  # members of a piece
         atexit.register(self.close)
 
@@ -108,7 +108,7 @@ class Cluster(Fleet):
             return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
 
         pieces = -(-population // block)
-        job = Job("scores", pieces, inputs, decode, compute, lambda scores: scores, evaluator.plan)
+        job = Job("scores", pieces, inputs, decode, compute, plan=evaluator.plan)
         return np.concatenate(self.coordinator.run_job(job))[:population]
 
     def gradient(

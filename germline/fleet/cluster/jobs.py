@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from germline.fleet.cluster.admission import TOLERANCE, Admission, WrongAnswerError, are_close
-from germline.fleet.cluster.backend import Backend, Event, Head, Message
+from germline.fleet.cluster.backend import Event, Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.cluster.messages import candidate_fields, checksum, encode_batch, encode_gradient, encode_state
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
 from germline.fleet.gradients import Scores
 from germline.genome import theta_sha256
 from germline.population import Plan
-from germline.strategies import GenerationInputs, GradientStrategy
+from germline.strategies import GenerationInputs
 
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are checked again
 TICK = 0.02  # seconds between looks at which workers are late
@@ -49,7 +49,7 @@ class Job:
     inputs: GenerationInputs
     decode: Callable[[int, int, Sequence[bytes]], Any]
     compute: Callable[[int, int], Any]
-    numbers: Callable[[Any], Scores]
+    numbers: Callable[[Any], Scores] = lambda answer: answer
     plan: Plan | None = None
     answers: dict[int, Any] = field(default_factory=dict)  # by first piece
     is_sampled = True  # whether one piece is so cheap that it may be computed again as a check
@@ -91,7 +91,7 @@ class Job:
     @cached_property
     def gradient_message(self) -> Message:
         assert self.inputs.gradient is not None
-        wire, content = encode_gradient(self.inputs.gradient, cast(GradientStrategy[Any], self.inputs.strategy).wire)
+        wire, content = encode_gradient(self.inputs.gradient, self.inputs.strategy)
         return Message({"op": "gradient", "generation": self.generation, "wire": wire}, [content])
 
     @cached_property
@@ -146,7 +146,6 @@ class Coordinator:
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
-    backend: Backend
     crew: Crew
     admission: Admission
     check_processes: Callable[[], None] = lambda: None
@@ -239,18 +238,18 @@ class Coordinator:
 
     def take_events(self, seconds: float, take_answer: TakeAnswer = lambda worker, message: None) -> None:
         """Take in all events, after waiting up to some seconds for the first, and the answers to jobs among them."""
-        until = time.monotonic() + seconds
-        self.backend.look()
+        backend, until = self.crew.backend, time.monotonic() + seconds
+        backend.look()
         with suppress(queue.Empty):
             while True:
-                event = self.backend.events.get(timeout=max(0.0, until - time.monotonic()))
+                event = backend.events.get(timeout=max(0.0, until - time.monotonic()))
                 until = 0.0  # then only those that are there already
                 self._take_event(event, take_answer)
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
             refusals = self.admission.refusals
             refused = f"; the last one was turned away ({refusals[-1]})" if refusals else ""
-            self.crew.say(f"there are no workers: waiting for some at {self.backend.address}{refused}")
+            self.crew.say(f"there are no workers: waiting for some at {backend.address}{refused}")
         self.check_processes()
 
     def _take_event(self, event: Event, take_answer: TakeAnswer) -> None:
@@ -271,15 +270,11 @@ class Coordinator:
             try:
                 if event.kind == "failed":
                     raise WrongAnswerError(reason)
-                self._take_message(worker, event.message, take_answer)
+                if worker.address in self.crew.workers:
+                    take_answer(worker, event.message)
+                elif self.admission.take_answer(worker, event.message):
+                    self.scheduler.rates[worker.address] = 0.0
+                    worker.last_useful = self.generation
             except WrongAnswerError as error:
                 self.scheduler.drop_worker(worker.address)
                 self.admission.refuse(worker, str(error))
-
-    def _take_message(self, worker: RemoteWorker, message: Message, take_answer: TakeAnswer) -> None:
-        if worker.address in self.crew.workers:
-            take_answer(worker, message)
-        elif self.admission.take_answer(worker, message):
-            self.scheduler.rates[worker.address] = 0.0
-            worker.last_useful = self.generation
-            self.crew.say(f"worker {worker.name} has joined: {worker.about['device']}, {worker.about['machine']}")

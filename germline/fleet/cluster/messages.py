@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from germline.fleet.gradients import Scores, count_encoded_bytes, decode_rows, e
 from germline.fleet.protocol import TrainedMember
 from germline.objective import Batch
 from germline.optim.optimizers import Moments
-from germline.strategies import AnyStrategy, Wire, pack, unpack
+from germline.strategies import AnyStrategy, GradientStrategy, Wire, pack, unpack
 
 CHECKSUM_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -68,8 +68,9 @@ def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> B
     return Batch(tuple(args), kwargs, target, head["size"])
 
 
-def encode_gradient(gradient: Tensor, wire: Wire) -> tuple[Wire, bytes]:
+def encode_gradient(gradient: Tensor, strategy: AnyStrategy) -> tuple[Wire, bytes]:
     """Return a gradient in few bits, where these are all that it has, and the type in which it is."""
+    wire = cast(GradientStrategy[Any], strategy).wire
     encoded = encode_rows(gradient[None], wire)
     if not torch.equal(decode_rows(encoded, gradient.numel(), wire, gradient.dtype)[0], gradient):
         wire, encoded = "float32", gradient[None].contiguous().view(torch.uint8)
@@ -104,23 +105,21 @@ def encode_members(members: list[TrainedMember], *, with_moments: bool) -> list[
     return [json.dumps(about).encode(), *contents]
 
 
-def decode_members(arrays: Sequence[bytes], templates: list[Moments], has_moments: bool, like: Tensor) -> Any:
+def decode_members(arrays: Sequence[bytes], templates: list[Moments], like: Tensor) -> list[TrainedMember]:
     """Return the members of a message, or raise an error if they do not fit.
 
     Args:
         arrays: The message.
         templates: Moments of each member; if none are sent, these are its moments.
-        has_moments: Whether moments are sent.
         like: Weights of a member.
     """
     about = json.loads(arrays[0])
     tensors, members = decode_tensors(about["layout"], arrays[1:], like.device), []
     for item, template in zip(about["tree"]["list"], templates, strict=True):
         theta, moments, score = item["list"]
-        own = unpack(template, moments, tensors) if has_moments else template
+        own = unpack(template, moments, tensors) if moments is not None else template
         members.append(TrainedMember(tensors[theta["tensor"]], own, float(score)))
-        expected = TrainedMember(like, template, 0.0)
-        if shapes_of(members[-1]) != shapes_of(expected):
+        if shapes_of(members[-1]) != shapes_of([like, template]):
             raise BadInput("it answered with weights or moments of another shape")
     return members
 
@@ -141,14 +140,9 @@ def candidate_fields(strategy: AnyStrategy, state: Any) -> dict[str, Any]:
 
 
 def checksum(value: Any) -> int:
-    """Return the sum of all bits of a part of a State, as numbers: quick, and the same on every device."""
+    """Return the sum of all bits of a member or a part of a State, as numbers: quick, and the same on every device."""
     tree, tensors = pack(value)
     return sum(map(sum_bits, tensors.values())) + zlib.crc32(json.dumps(tree).encode())
-
-
-def sum_member_bits(theta: Tensor, moments: Moments) -> int:
-    """Return the sum of the bits of a member's weights and moments."""
-    return sum(map(sum_bits, pack([theta, moments])[1].values()))
 
 
 def sum_bits(array: Tensor) -> int:
