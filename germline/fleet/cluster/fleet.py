@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from germline.fleet import gradients
 from germline.fleet.cluster.admission import Admission, Invitation
 from germline.fleet.cluster.backend import Backend, Message, parse_address
 from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.dask import DaskBackend, load_dask, make_security
+from germline.fleet.cluster.dask import DaskBackend, add_protocol, load_dask, make_security
 from germline.fleet.cluster.jobs import Coordinator, Job
 from germline.fleet.cluster.keys import create_authority, security_options
 from germline.fleet.cluster.members import RemoteMembers
@@ -182,10 +183,9 @@ class Elastic(Cluster):
             raise BadInput("Workers here need to know the recipe: give recipe=, or start them with 'germline worker'.")
         load_dask()
         host, port = parse_address(address)
-        self.private_keys: tempfile.TemporaryDirectory[str] | None = None
+        self.private_keys = ExitStack()
         if workers and keys is None:  # otherwise every user of this machine could join
-            self.private_keys = tempfile.TemporaryDirectory(prefix="germline-keys-")
-            keys = Path(self.private_keys.name, "keys")
+            keys = Path(self.private_keys.enter_context(tempfile.TemporaryDirectory(prefix="germline-keys-")), "keys")
             create_authority(keys)
         folder = Path(keys) if keys is not None else None
         if folder is None and host not in LOOPBACK:
@@ -193,8 +193,7 @@ class Elastic(Cluster):
             raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
         security = make_security(folder)
         try:
-            options = security_options(folder) if folder is not None else None
-            scheduler = SchedulerProcess(host, port, options, timeout)
+            scheduler = SchedulerProcess(host, port, security_options(folder), timeout)
         except OSError as error:
             message = f"Cannot listen on {host}:{port}: {error}"
             raise BadInput(f"{message}. Choose another address with --listen.") from error
@@ -206,8 +205,7 @@ class Elastic(Cluster):
     def close(self, *, ended: bool = False) -> None:
         super().close(ended=ended or bool(self.processes.processes))
         self.processes.close()
-        if self.private_keys is not None:
-            self.private_keys.cleanup()
+        self.private_keys.close()
 
 
 class Dask(Cluster):
@@ -224,14 +222,13 @@ class Dask(Cluster):
     """
 
     def __init__(self, target: Any, *, keys: str | Path | None = None, device: str = "auto") -> None:
-        security = make_security(Path(keys) if keys is not None else None)
-        address = target
-        if not isinstance(target, str):
-            is_client = isinstance(target, load_dask().Client)
-            address, security = target.scheduler.address if is_client else target.scheduler_address, target.security
-        else:
+        if isinstance(target, str):
             parse_address(target.rpartition("://")[2])
-            address = target if "://" in target else f"{'tcp' if keys is None else 'tls'}://{target}"
+            security = make_security(Path(keys) if keys is not None else None)
+            address = add_protocol(target, security)
+        else:
+            security, is_client = target.security, isinstance(target, load_dask().Client)
+            address = target.scheduler.address if is_client else target.scheduler_address
         super().__init__(DaskBackend(address, security), device)
 
 
