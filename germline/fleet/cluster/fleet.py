@@ -24,9 +24,9 @@ from germline.fleet import gradients
 from germline.fleet.cluster.admission import Admission, Invitation
 from germline.fleet.cluster.backend import Backend, Message, parse_address
 from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.dask import DaskBackend, load_dask, make_security
+from germline.fleet.cluster.dask import DaskBackend, complete_address, load_dask, make_security
 from germline.fleet.cluster.jobs import Coordinator, Job
-from germline.fleet.cluster.keys import create_authority, security_options
+from germline.fleet.cluster.keys import check_server, create_authority, security_options
 from germline.fleet.cluster.members import RemoteMembers
 from germline.fleet.cluster.messages import decode_scores, decode_slices, encode_batch
 from germline.fleet.cluster.processes import LocalWorkers
@@ -193,6 +193,8 @@ class Elastic(Cluster):
             message = f"Without keys, every machine that reaches {host} could join"
             raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
         security = make_security(folder)
+        if folder is not None:
+            check_server(folder)
         try:
             options = security_options(folder) if folder is not None else None
             scheduler = SchedulerProcess(host, port, options, timeout)
@@ -231,8 +233,7 @@ class Dask(Cluster):
             is_client = isinstance(target, load_dask().Client)
             address, security = target.scheduler.address if is_client else target.scheduler_address, target.security
         else:
-            parse_address(target.rpartition("://")[2])
-            address = target if "://" in target else f"{'tcp' if keys is None else 'tls'}://{target}"
+            address = complete_address(target, has_keys=keys is not None)
         super().__init__(DaskBackend(address, security), device)
 
 

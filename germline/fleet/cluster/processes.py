@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from germline.errors import BadInput
+from germline.fleet.cluster.backend import parse_address
 from germline.fleet.cluster.dask import TOPIC, load_dask, make_security
 from germline.fleet.cluster.scheduler_process import LOCAL, SETTINGS
 from germline.fleet.cluster.worker import Responder
@@ -109,9 +110,9 @@ class WorkerProcess:
                     break
                 say("the coordinator is gone; trying again")
                 self.pause = PAUSES[0]
-            except (OSError, TimeoutError, RuntimeError) as error:
+            except (OSError, TimeoutError, RuntimeError, ValueError) as error:  # tornado's, if only one side has keys
                 if self.pause == PAUSES[0]:
-                    hint = "" if self.keys is not None else ", or it asks for keys (--keys)"
+                    hint = ", or it uses no keys" if self.keys is not None else ", or it asks for keys (--keys)"
                     say(f"there is no coordinator at {self.address}{hint} ({first_line(error)}); trying again")
             if ONCE in os.environ:
                 raise SystemExit(1)
@@ -153,9 +154,11 @@ def run_worker(address: str, responder: Responder, *, keys: Path | None = None) 
     """Work for a coordinator until its run has ended."""
     import logging
 
+    load_dask()
     import dask
 
-    load_dask()
+    parse_address(address)
+    responder.fleet.find_device()  # a device that this machine does not have is an error before a connection
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     dask.config.set(SETTINGS)
     worker = WorkerProcess(address, responder, keys)
