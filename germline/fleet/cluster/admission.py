@@ -131,6 +131,7 @@ class Admission:
 
     def refuse(self, worker: RemoteWorker, reason: str) -> None:
         """Turn a worker away for good, and say why on both sides."""
+        reason = reason.rstrip(".")
         self.crew.send(worker, Message({"op": "refused", "reason": reason}))
         self.forget(worker)
         self.refusals = [*self.refusals[-REFUSALS:], f"{worker.name}: {reason}"]

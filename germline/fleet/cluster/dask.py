@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from germline.errors import BadInput
-from germline.fleet.cluster.backend import Backend, Event, Message, count_bytes
+from germline.fleet.cluster.backend import Backend, Event, Message, count_bytes, parse_address
 from germline.fleet.cluster.keys import security_options
 from germline.fleet.cluster.scheduler_process import SchedulerProcess
 from germline.fleet.cluster.worker import Responder
 
 TOPIC = "germline"
+PROTOCOLS = ("tcp", "tls")  # of the address of a scheduler
 INLINE = 1 << 18  # bytes of the arrays of a call; larger ones are uploaded
 INLINE_ANSWER = 1 << 15  # bytes of those of an event
 SLOTS = 8  # variables of a worker for large answers; it has at most two answers that are not read
@@ -61,9 +62,23 @@ def make_security(keys: Path | None) -> Any:
     return security
 
 
-def add_protocol(address: str, security: Any) -> str:
-    """Return an address with its protocol, as Dask has it."""
-    return address if "://" in address else f"{'tcp' if security is None else 'tls'}://{address}"
+def complete_address(text: str, *, has_keys: bool) -> str:
+    """Return the address of a scheduler with its protocol: tls if there are keys, and otherwise tcp.
+
+    >>> complete_address("node7:8786", has_keys=True)
+    'tls://node7:8786'
+    """
+    protocol, _, place = text.rpartition("://")
+    parse_address(place)
+    if not protocol:
+        return f"{'tls' if has_keys else 'tcp'}://{text}"
+    if protocol not in PROTOCOLS:
+        raise BadInput(f"The address of a Dask scheduler begins with tcp:// or tls://, not {protocol}://.")
+    if has_keys and protocol != "tls":
+        raise BadInput(f"Keys are for a scheduler with TLS: give tls://{place}, or {place}, instead of {text}.")
+    if not has_keys and protocol == "tls" and load_dask().Security().tls_client_cert is None:
+        raise BadInput(f"The scheduler at {text} needs keys: name a folder of 'germline keys' (keys=, or --keys).")
+    return text
 
 
 def dask_setup(worker: Any) -> None:
@@ -132,8 +147,11 @@ class DaskBackend(Backend):
         self.lost_errors = (OSError, self.distributed.client.ClosedClientError)  # if there is no connection any more
         try:
             self._connect()
-        except OSError as error:
-            raise BadInput(f"There is no Dask scheduler at {address}: {error}.") from error
+        except (OSError, ValueError) as error:  # tornado's, if only this side has keys
+            reason = str(error).rstrip(".") or type(error).__name__
+            keys = "keys of the same authority" if address.startswith("tls") else "no keys either"
+            advice = f"Check the address, that the scheduler is running, and that it uses {keys}"
+            raise BadInput(f"Cannot connect to a Dask scheduler at {address}: {reason}. {advice}.") from error
 
     def _connect(self) -> None:
         options = {"security": self.security, "set_as_default": False, "timeout": CONNECT}
@@ -212,7 +230,8 @@ class DaskBackend(Backend):
     def _end_call(self, number: int, future: Any) -> None:
         call = self.calls.get(number)
         if call is not None and future.status == "error":
-            reason = f"{type(future.exception()).__name__}: {future.exception()}"
+            error = future.exception()
+            reason = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
             self.events.put(Event("failed", call.worker, Message({"reason": reason})))
         self._forget(number)
 

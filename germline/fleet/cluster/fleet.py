@@ -25,9 +25,9 @@ from germline.fleet import gradients
 from germline.fleet.cluster.admission import Admission, Invitation
 from germline.fleet.cluster.backend import Backend, Message, parse_address
 from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.dask import DaskBackend, add_protocol, load_dask, make_security
+from germline.fleet.cluster.dask import DaskBackend, complete_address, load_dask, make_security
 from germline.fleet.cluster.jobs import Coordinator, Job
-from germline.fleet.cluster.keys import create_authority, security_options
+from germline.fleet.cluster.keys import check_server, create_authority, security_options
 from germline.fleet.cluster.members import RemoteMembers
 from germline.fleet.cluster.messages import decode_scores, decode_slices, encode_batch
 from germline.fleet.cluster.processes import LocalWorkers
@@ -192,6 +192,8 @@ class Elastic(Cluster):
             message = f"Without keys, every machine that reaches {host} could join"
             raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
         security = make_security(folder)
+        if folder is not None:
+            check_server(folder)
         try:
             scheduler = SchedulerProcess(host, port, security_options(folder), timeout)
         except OSError as error:
@@ -217,15 +219,14 @@ class Dask(Cluster):
         device: The device of the coordinator, which checks samples of the workers' scores.
 
     >>> from distributed import LocalCluster
-    >>> with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as cluster:
+    >>> with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster:
     ...     Dask(cluster).close()
     """
 
     def __init__(self, target: Any, *, keys: str | Path | None = None, device: str = "auto") -> None:
         if isinstance(target, str):
-            parse_address(target.rpartition("://")[2])
             security = make_security(Path(keys) if keys is not None else None)
-            address = add_protocol(target, security)
+            address = complete_address(target, has_keys=keys is not None)
         else:
             security, is_client = target.security, isinstance(target, load_dask().Client)
             address = target.scheduler.address if is_client else target.scheduler_address

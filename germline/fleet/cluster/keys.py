@@ -65,6 +65,18 @@ def security_options(folder: Path | None) -> dict[str, Any] | None:
     return {"tls_ca_file": files["ca"], "require_encryption": True, **options}
 
 
+def check_server(folder: Path) -> None:
+    """Raise an error if the certificate of a folder is one of a worker, to which workers would not connect."""
+    x509 = load_cryptography()[0]
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (ValueError, x509.ExtensionNotFound):  # not made by 'germline keys', or tried when it is used
+        return
+    if x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in usages:
+        raise BadInput(f"{folder} has the key of a worker: a coordinator needs the folder of 'germline keys init'.")
+
+
 def write_new(path: Path, content: bytes, *, secret: bool = False) -> None:
     """Write a new file; a secret one can be read by its owner alone, from the start."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from germline.errors import BadInput
-from germline.fleet.cluster.dask import TOPIC, add_protocol, load_dask, make_security
+from germline.fleet.cluster.dask import TOPIC, complete_address, load_dask, make_security
 from germline.fleet.cluster.scheduler_process import LOCAL, SETTINGS
 from germline.fleet.cluster.worker import Responder
 
@@ -83,13 +83,15 @@ def run_worker(address: str, responder: Responder, *, keys: Path | None = None) 
     load_dask()
     import dask
 
+    url = complete_address(address, has_keys=keys is not None)
+    responder.fleet.find_device()  # a device that this machine does not have is an error before a connection
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     dask.config.set(SETTINGS)
     with suppress(asyncio.CancelledError):
-        asyncio.run(keep_working(address, responder, keys))
+        asyncio.run(keep_working(url, responder, keys))
 
 
-async def keep_working(address: str, responder: Responder, keys: Path | None) -> None:
+async def keep_working(url: str, responder: Responder, keys: Path | None) -> None:
     """Be a Dask worker until the run has ended, or the coordinator turns it away; connect again if it is gone."""
     security, say, pause = make_security(keys), responder.say, PAUSES[0]
     loop, task, end = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
@@ -104,16 +106,18 @@ async def keep_working(address: str, responder: Responder, keys: Path | None) ->
     responder.on_end = note_end
     while True:
         try:
-            await try_connection(address, security, keys)
-            await work_for_scheduler(address, security, responder, end)
+            await try_connection(url, security, keys)
+            await work_for_scheduler(url, security, responder, end)
             if end.is_set():
                 break
             say("the coordinator is gone; trying again")
             pause = PAUSES[0]
-        except (OSError, RuntimeError) as error:
+        except RefusedError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:  # tornado's, if only one side has keys
             if pause == PAUSES[0]:
-                hint = "" if keys is not None else ", or it asks for keys (--keys)"
-                say(f"there is no coordinator at {address}{hint} ({first_line(error)}); trying again")
+                hint = ", or it uses no keys" if keys is not None else ", or it asks for keys (--keys)"
+                say(f"there is no coordinator at {url}{hint} ({first_line(error)}); trying again")
         if ONCE in os.environ:
             raise SystemExit(1)
         await asyncio.sleep(pause * random.uniform(0.7, 1.3))
@@ -123,28 +127,28 @@ async def keep_working(address: str, responder: Responder, keys: Path | None) ->
     say("the run has ended")
 
 
-async def try_connection(address: str, security: Any, keys: Path | None) -> None:
+async def try_connection(url: str, security: Any, keys: Path | None) -> None:
     """Connect once, and raise an error if that cannot succeed with these keys."""
     from distributed.comm import connect
 
     options = security.get_connection_args("worker") if security is not None else {}
     try:
-        connection = connect(add_protocol(address, security), timeout=10, **options)  # type: ignore[no-untyped-call]
+        connection = connect(url, timeout=10, **options)  # type: ignore[no-untyped-call]
         await (await asyncio.wait_for(connection, 20)).close()
     except OSError as error:
         if ssl.SSLCertVerificationError.__name__ in "".join(traceback.format_exception(error)):  # it is the cause
-            raise RefusedError(OTHER_AUTHORITY.format(address, keys)) from error
+            raise RefusedError(OTHER_AUTHORITY.format(url, keys)) from error
         raise
 
 
-async def work_for_scheduler(address: str, security: Any, responder: Responder, end: asyncio.Event) -> None:
+async def work_for_scheduler(url: str, security: Any, responder: Responder, end: asyncio.Event) -> None:
     """Be a worker of a scheduler until it is gone or the run has ended.
 
     The worker listens on the loopback interface alone, because no process connects to it.
     """
     with tempfile.TemporaryDirectory(prefix="germline-worker-") as folder:
         about = {"host": "127.0.0.1", "dashboard_address": LOCAL, "local_directory": folder, "security": security}
-        worker = load_dask().Worker(add_protocol(address, security), nthreads=1, memory_limit=0, **about)
+        worker = load_dask().Worker(url, nthreads=1, memory_limit=0, **about)
         worker.extensions[TOPIC] = responder
         await worker
         waiting = [asyncio.ensure_future(work) for work in (worker.finished(), end.wait())]

@@ -87,7 +87,9 @@ class RayBackend(Backend):
                 socket.create_connection(parse_address(address), CONNECT).close()
             self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError) as error:
-            raise BadInput(f"Cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
+            reason = f"Cannot join the Ray cluster at {address or 'this machine'}: {str(error).rstrip('.')}"
+            advice = "Check the address, that this machine is a node of the cluster, and that it has its token"
+            raise BadInput(f"{reason}. {advice}.") from error
 
     def look(self) -> None:
         if time.monotonic() - self.last_look < LOOK:

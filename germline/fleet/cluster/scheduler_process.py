@@ -70,6 +70,7 @@ async def run_scheduler(options: dict[str, Any]) -> None:
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL + 1)
     logging.getLogger("distributed.comm").setLevel(logging.WARNING)
+    logging.getLogger("tornado").setLevel(logging.CRITICAL + 1)  # tracebacks about clients that are no workers
     dask.config.set(SETTINGS | {"distributed.scheduler.worker-ttl": f"{options['timeout']} s"})
     security = None if options["security"] is None else Security(**options["security"])  # type: ignore[no-untyped-call]
     protocol = "tcp://" if security is None else "tls://"
