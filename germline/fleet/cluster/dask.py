@@ -184,6 +184,7 @@ class DaskBackend(Backend):
                 raise TimeoutError("the scheduler does not send events any more")
         except (OSError, TimeoutError):
             self._disconnect()
+            there = set()  # workers that the next client finds join again: what was sent to them is lost
         for worker in self.workers - there:
             with self.lock:
                 for number in [number for number, call in self.calls.items() if call.worker == worker]:
