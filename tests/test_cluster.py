@@ -314,3 +314,19 @@ def test_keys_are_for_a_scheduler_with_tls(tmp_path: Path) -> None:
     create_authority(tmp_path / "keys")
     with pytest.raises(BadInput, match=r"give tls://127\.0\.0\.1:1, or 127\.0\.0\.1:1, instead"):
         gl.Dask("tcp://127.0.0.1:1", keys=tmp_path / "keys")
+
+
+# Connections
+
+
+def test_workers_join_again_if_the_coordinator_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_cluster() as cluster:
+        cluster.add()
+        backend, kinds = cluster.fleet.backend, []
+        assert isinstance(backend, dask.DaskBackend)
+        for deaf in (dask.DEAF, -1.0, dask.DEAF):  # in the second look the scheduler seems to send nothing
+            monkeypatch.setattr(dask, "DEAF", deaf)
+            backend.last_look = 0.0
+            backend.look()
+            kinds.append(backend.events.get(timeout=10).kind)
+        assert kinds == ["joined", "left", "joined"]

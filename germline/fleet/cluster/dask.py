@@ -179,6 +179,7 @@ class DaskBackend(Backend):
             self._disconnect()
             if self.scheduler is not None:
                 self.scheduler.keep_running()
+            there = set()  # workers that the next client finds join again: what was sent to them is lost
         for worker in self.workers - there:
             with self.lock:
                 for number in [number for number, call in self.calls.items() if call.worker == worker]:
