@@ -25,9 +25,12 @@ from germline.engine.diagnostics import SIGMAS
 from germline.engine.follower import NEVER, Follower
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
+from germline.errors import BadInput
 from germline.fleet import Fleet
+from germline.fleet.cluster import dask
 from germline.fleet.cluster.backend import Message
 from germline.fleet.cluster.crew import RemoteWorker
+from germline.fleet.cluster.keys import create_authority
 from germline.fleet.cluster.worker import Responder
 from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda, OpenAIES
 from tests.rogue import Rogue
@@ -285,3 +288,45 @@ def test_a_wrong_answer_does_not_change_the_weights(wrong: WrongAnswer, expected
     is_refused = wrong not in (WrongAnswer.OLD, WrongAnswer.ODD)
     assert [("is turned away" in line) for line in cluster.lines].count(True) == is_refused
     assert rogue.is_refused == is_refused
+
+
+# Addresses
+
+
+WRONG_SCHEDULERS = {
+    "no-port": "HOST:PORT, .* not 'no-port'",
+    "http://127.0.0.1:1": "begins with tcp:// or tls://, not http://",
+    "tls://127.0.0.1:1": "needs keys: name a folder",
+    "127.0.0.1:1": r"Cannot connect to a Dask scheduler at tcp://127\.0\.0\.1:1: .* uses no keys either",
+}
+
+
+@pytest.mark.parametrize(("address", "message"), WRONG_SCHEDULERS.items(), ids=str)
+def test_an_address_without_a_scheduler_is_an_error_in_words(
+    address: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dask, "CONNECT", 0.2)
+    with pytest.raises(BadInput, match=message):
+        gl.Dask(address)
+
+
+def test_keys_are_for_a_scheduler_with_tls(tmp_path: Path) -> None:
+    create_authority(tmp_path / "keys")
+    with pytest.raises(BadInput, match=r"give tls://127\.0\.0\.1:1, or 127\.0\.0\.1:1, instead"):
+        gl.Dask("tcp://127.0.0.1:1", keys=tmp_path / "keys")
+
+
+# Connections
+
+
+def test_workers_join_again_if_the_coordinator_connects_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_cluster() as cluster:
+        cluster.add()
+        backend, kinds = cluster.fleet.backend, []
+        assert isinstance(backend, dask.DaskBackend)
+        for deaf in (dask.DEAF, -1.0, dask.DEAF):  # in the second look the scheduler seems to send nothing
+            monkeypatch.setattr(dask, "DEAF", deaf)
+            backend.last_look = 0.0
+            backend.look()
+            kinds.append(backend.events.get(timeout=10).kind)
+        assert kinds == ["joined", "left", "joined"]

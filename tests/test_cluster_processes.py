@@ -328,6 +328,42 @@ def test_the_keys_of_a_worker_do_not_make_a_coordinator(tmp_path: Path) -> None:
             thread.join(20)
         assert errors == ([] if is_accepted else ["SSLCertVerificationError"])
 
+    with pytest.raises(BadInput, match="has the key of a worker: a coordinator needs the folder of"):
+        gl.Elastic(keys=worker)
+
+
+WRONG_WORKERS = {"127.0.0.1": "error: An address is HOST:PORT", "127.0.0.1:1": "error: This machine has no device"}
+
+
+@pytest.mark.parametrize(("address", "message"), WRONG_WORKERS.items(), ids=str)
+def test_a_worker_that_cannot_work_does_not_try_to_connect(address: str, message: str) -> None:
+    command = [*GERMLINE, "worker", address, "--recipe", "digits", "--device", "cuda:99"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(message)
+
+
+def test_a_worker_with_keys_keeps_trying_if_the_coordinator_has_none(tmp_path: Path) -> None:
+    create_authority(tmp_path / "keys")
+    coordinator = gl.Elastic()
+    address, errors = coordinator.backend.address.partition("://")[2], tmp_path / "errors.txt"
+    command = [*GERMLINE, "worker", address, "--recipe", "digits", "--keys", str(tmp_path / "keys")]
+    with errors.open("w") as file:
+        worker = subprocess.Popen(command, stderr=file)
+    try:
+        until = time.monotonic() + 60
+        while "it uses no keys" not in errors.read_text():
+            assert worker.poll() is None, errors.read_text()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        time.sleep(4)  # several attempts
+        assert worker.poll() is None, errors.read_text()
+        assert "Traceback" not in errors.read_text()
+    finally:
+        worker.kill()
+        worker.communicate()
+        coordinator.close()
+
 
 def shake_hands(context: Any, end: socket.socket, server: bool, errors: list[str]) -> None:
     """Open one end of a connection; note the error of the worker's end, if there is one."""

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 PATIENCE = 60.0  # seconds for an event before the test fails
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 ECHO = "tests.echo:Echo"
-EXPECTED = [("", 2), ("0", 1), ("1", 1)]  # the GPUs and the threads of workers on a node without and one with two GPUs
+EXPECTED = [("cpu", 2), ("cuda 0", 1), ("cuda 1", 1)]  # devices and threads, on a node without and one with two GPUs
 
 
 @contextmanager
@@ -202,7 +202,8 @@ def test_a_node_with_gpus_has_a_worker_for_each(head: str) -> None:
     with start_ray(f"--address={head}", "--num-gpus=2"), closing(RayBackend(head, responder=ECHO)) as backend:
         workers = [expect(backend, "joined").worker for _ in range(3)]  # Ray believes the number
         answers = [call(backend, worker).head for worker in workers]
-        assert sorted((answer["CUDA_VISIBLE_DEVICES"], answer["threads"]) for answer in answers) == EXPECTED
+        devices = [answer["GERMLINE_DEVICE"] or f"cuda {answer['CUDA_VISIBLE_DEVICES']}" for answer in answers]
+        assert sorted(zip(devices, [answer["threads"] for answer in answers], strict=True)) == EXPECTED
 
 
 @pytest.mark.parametrize("fault", ["none", "killed", "frozen", "late"])
@@ -241,9 +242,16 @@ def test_a_program_may_have_chosen_its_ray(head: str) -> None:
     assert pid
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "no-port", "127.0.0.1:word"])
-def test_an_address_without_a_cluster_is_an_error_in_words(address: str) -> None:
-    with pytest.raises(BadInput, match=f"the Ray cluster at {address}: "):
+WRONG_ADDRESSES = {
+    "127.0.0.1:1": r"the Ray cluster at 127\.0\.0\.1:1: .* Check the address",
+    "no-port": "HOST:PORT, .* not 'no-port'",
+    "127.0.0.1:word": r"HOST:PORT, .* not '127\.0\.0\.1:word'",
+}
+
+
+@pytest.mark.parametrize(("address", "message"), WRONG_ADDRESSES.items(), ids=str)
+def test_an_address_without_a_cluster_is_an_error_in_words(address: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
         RayBackend(address)
 
 

@@ -154,14 +154,9 @@ class Follower:
         if hashlib.sha256(b"".join(arrays)).hexdigest() != head["sha256"]:
             return
         tensors = messages.decode_tensors(head["layout"], arrays, session.scorer.device)
-        if head["whole"]:
-            state = unpack(session.state, head["tree"], tensors)
-        else:  # the other fields stay as they were, and are not read
-            names, plain = {name.split(".")[0] for name in tensors}, messages.plain_items(head["tree"])
-            items = [item for item in head["tree"]["items"] if item[0] in names or item in plain]
-            parts = {name: unpack(getattr(session.state, name), part, tensors) for name, part in items}
-            state = replace(session.state, **parts)
-        self.set_state(head["version"], state, is_whole=head["whole"])
+        items = head["tree"]["items"]  # other fields stay as they were, and are not read
+        parts = {name: unpack(getattr(session.state, name), part, tensors) for name, part in items}
+        self.set_state(head["version"], replace(session.state, **parts), is_whole=head["whole"])
 
     def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
         """Compute one chunk of a job."""
@@ -173,7 +168,8 @@ class Follower:
         else:
             if head["plan"] is not None:
                 session.scorer.adopt(Plan(**head["plan"]))
-            about = {"checksum": messages.checksum(head["checked_fields"], self.asked)}
+            weights = {name: getattr(self.asked, name) for name in head["checked_fields"]}
+            about = {"checksum": messages.checksum(weights)}
             answer = self.score_blocks(head) if head["kind"] == "scores" else self.differentiate(head)
             if head["check"]:
                 about["theta"] = theta_sha256(self.asked.theta)
@@ -206,7 +202,7 @@ class Follower:
         strategy, sent = member_strategy(session), [n for n in numbers if n not in head["made"]]
         templates = [strategy.moments(session.state, 0)] * len(sent)
         try:
-            given = messages.decode_members(arrays[1:], templates, bool(strategy.row_arrays), session.state.theta)
+            given = messages.decode_members(arrays[1:], templates, session.state.theta)
             starts = dict(zip(sent, given, strict=True))
             starts |= {n: self.make_member(n, generation, arrays[0]) for n in head["made"]}
         except KeyError:  # it does not have them
@@ -217,7 +213,7 @@ class Follower:
             start = starts[numbers[place]]
             return train(numbers[place], start.theta.clone(), start.moments)
 
-        about = {"checksum": sum(messages.sum_member_bits(starts[n].theta, starts[n].moments) for n in numbers)}
+        about = {"checksum": sum(messages.checksum(starts[n]) for n in numbers)}
         trained = self.fleet.executor.run(work, len(numbers), session.scorer.device)
         self.trained |= {(generation, n): member for n, member in zip(numbers, trained, strict=True)}
         self.trained = {key: member for key, member in self.trained.items() if key[0] >= generation - 1}

@@ -63,8 +63,3 @@ def _unpack(template: Any, tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if is_dataclass_instance(template):
         return type(template)(**{key: _unpack(getattr(template, key), item, tensors) for key, item in items.items()})
     return {key: _unpack(None, item, tensors) for key, item in items.items()}
-
-
-def ask_tensors(ask_arrays: tuple[str, ...], state: Any) -> dict[str, Tensor]:
-    """Return the arrays of a State that candidates are made of, and theta, by their packed names."""
-    return {name: t for name, t in pack(state)[1].items() if name.split(".")[0] in (*ask_arrays, "theta")}

@@ -9,17 +9,21 @@ from typing import Any
 import numpy as np
 
 from germline import noise
-from germline.errors import BadInput
 from germline.fleet.cluster.backend import Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.gradients import Scores
 from germline.version import __version__
 
-PADS = (0, 1 << 16, 1 << 20)  # bytes by which the bandwidth to a worker is measured, the last only if it is fast
+# bytes of greetings; after the first, which may take long, they measure the bandwidth, with the last only if it is fast
+PADS = (0, 0, 1 << 16, 1 << 20)
 FAST = 8e6  # bytes per second
 REFUSALS = 100  # that are remembered
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
 FAR = 50.0  # times the tolerance, for single members
+
+
+class WrongAnswerError(Exception):
+    """An answer of a worker that cannot be right, or shows that it may not join."""
 
 
 @dataclass
@@ -59,41 +63,40 @@ class Admission:
     def greet(self, address: str) -> None:
         """Ask a worker that has joined the cluster who it is."""
         worker = self.known[address] = RemoteWorker(address)
-        self._ask(worker, {"op": "hello"})
+        self._say_hello(worker)
 
     def invite(self, invitation: Invitation) -> None:
         """Have all workers that are there build a run, and all that come later."""
         self.invitation = invitation
-        for worker in self.known.values():
+        for worker in list(self.known.values()):  # one that is turned away is not known any more
             if worker.bandwidth:
                 self._welcome(worker)
 
-    def _ask(self, worker: RemoteWorker, head: Head, arrays: list[bytes] | None = None) -> None:
+    def _say_hello(self, worker: RemoteWorker) -> None:
         worker.asked = time.monotonic()
-        self.crew.send(worker, Message(head, arrays or []))
+        self.crew.send(worker, Message({"op": "hello"}, [os.urandom(PADS[len(worker.delays)])]))
 
     def take_answer(self, worker: RemoteWorker, message: Message) -> bool:
         """Go on with a worker that has answered; return whether it is let in now. One that may not is an error."""
-        head, waited = message.head, time.monotonic() - worker.asked
-        if head.get("op") == "hello":
+        head = message.head
+        if head.get("op") == "hello" and len(worker.delays) < len(PADS):
             worker.about = check_about(head)
-            self._ask(worker, {"op": "ping"})
-        elif head.get("op") == "pong":
-            self._measure(worker, waited)
+            self._measure(worker, time.monotonic() - worker.asked)
         elif head.get("op") == "ready" and self.invitation is not None and head.get("run") == self.invitation.run:
             self._check_ready(worker, message, self.invitation)
             self.crew.workers[worker.address] = worker
+            self.crew.say(f"worker {worker.name} has joined: {worker.about['device']}, {worker.about['machine']}")
             return True
         return False
 
     def _measure(self, worker: RemoteWorker, waited: float) -> None:
-        """Take in how long a ping took, and send a longer one or the invitation."""
+        """Take in how long a greeting took, and send a longer one or the invitation."""
         worker.delays.append(waited)
-        if len(worker.delays) > 1:
-            pad, extra = PADS[len(worker.delays) - 1], worker.delays[-1] - worker.delays[0]
-            worker.bandwidth = pad / max(1e-4, extra)
-        if len(worker.delays) == 1 or (len(worker.delays) < len(PADS) and worker.bandwidth > FAST):
-            self._ask(worker, {"op": "ping"}, [os.urandom(PADS[len(worker.delays)])])
+        count = len(worker.delays)
+        if count > 2:
+            worker.bandwidth = PADS[count - 1] / max(1e-4, worker.delays[-1] - worker.delays[1])
+        if count <= 2 or (count < len(PADS) and worker.bandwidth > FAST):
+            self._say_hello(worker)
         elif self.invitation is not None:
             self._welcome(worker)
 
@@ -106,7 +109,7 @@ class Admission:
             message = f"its device is {worker.about['device']} and the coordinator's {header['device']}"
             self.refuse(worker, f"{message}, and torch optimizers differ between them: use adam, sgd or momentum")
             return
-        worker.pending, worker.batch = set(), -1
+        worker.pending, worker.batch = {}, -1
         if invitation.batch is not None:
             self.crew.send(worker, invitation.batch)
         shipped = [] if worker.about["has_recipe"] else invitation.recipe
@@ -115,19 +118,20 @@ class Admission:
     def _check_ready(self, worker: RemoteWorker, message: Message, invitation: Invitation) -> None:
         head = message.head
         if "differs" in head:
-            raise BadInput(str(head["differs"])[:500])
+            raise WrongAnswerError(str(head["differs"])[:500])
         tell, version = head.get("tell"), head.get("version")
         is_version = version is None or (isinstance(version, str) and version.rstrip("+").isdecimal())
         is_whole = head.get("whole")
         if not (isinstance(tell, int | float) and 0 <= tell < 1e12 and is_version and isinstance(is_whole, bool)):
-            raise BadInput("it does not speak as workers do")
+            raise WrongAnswerError("it does not speak as workers do")
         scores = np.frombuffer(b"".join(message.arrays), np.float32)
         if not are_close(scores, invitation.sample, TOLERANCE[invitation.header["plan"]["dtype"]]):
-            raise BadInput("it computes other scores for the same members than the coordinator")
+            raise WrongAnswerError("it computes other scores for the same members than the coordinator")
         worker.version, worker.has_whole_state, worker.tell_seconds = version, is_whole, tell
 
     def refuse(self, worker: RemoteWorker, reason: str) -> None:
         """Turn a worker away for good, and say why on both sides."""
+        reason = reason.rstrip(".")
         self.crew.send(worker, Message({"op": "refused", "reason": reason}))
         self.forget(worker)
         self.refusals = [*self.refusals[-REFUSALS:], f"{worker.name}: {reason}"]
@@ -137,18 +141,16 @@ class Admission:
         """Forget a worker that is gone."""
         self.known.pop(worker.address, None)
         self.crew.workers.pop(worker.address, None)
-        past = self.crew.past_bytes
-        self.crew.past_bytes = past[0] + worker.sent, past[1] + worker.received
 
 
 def check_about(head: Head) -> Head:
     """Return what a worker says about itself, or raise an error if it cannot do the same work."""
     texts = [head.get(name) for name in ("name", "device", "machine")]
     if not all(isinstance(text, str) and len(text) < 200 for text in texts) or "has_recipe" not in head:
-        raise BadInput("it does not speak as workers do")
+        raise WrongAnswerError("it does not speak as workers do")
     for what, version in (("germline", __version__), ("noise", noise.VERSION)):
         if head.get(what) != version:
-            raise BadInput(f"it has version {head.get(what)} of {what}, and the coordinator {version}")
+            raise WrongAnswerError(f"it has version {head.get(what)} of {what}, and the coordinator {version}")
     return head
 
 

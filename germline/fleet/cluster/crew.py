@@ -4,19 +4,16 @@ A worker follows the run by its records, from which it makes the State itself, o
 whichever its measured rates make cheaper.
 """
 
-import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
-
-import torch
+from typing import Any
 
 from germline.fleet.cluster.backend import Backend, Head, Message, count_bytes, print_status
-from germline.fleet.cluster.messages import encode_gradient, encode_state
-from germline.strategies import AnyStrategy, GenerationInputs, GenerationResult, GradientStrategy, pack
-from germline.strategies.state import ask_tensors
+from germline.fleet.cluster.messages import candidate_fields, encode_gradient
+from germline.fleet.cluster.scheduler import Chunk
+from germline.strategies import AnyStrategy, GenerationResult, pack
 
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
@@ -33,7 +30,7 @@ class RemoteWorker:
         address: How the backend calls it.
         about: What it has said about its machine.
         bandwidth: Measured bytes per second.
-        version: The version of the State that it has; None before it has any.
+        version: The version of the State that it has; None if that is not known.
         has_whole_state: Whether that is all of a State, so that it can follow by records.
         tell_seconds: Seconds that a record takes it.
         rates: Pieces per second, by kind of work.
@@ -42,11 +39,12 @@ class RemoteWorker:
         last_useful: The generation in which an answer was last used.
         batch: The number of the batch that it was sent last, where batches are sent.
         strikes: How often in a row it had other weights than it was sent.
-        pending: Job and chunk of each answer that is awaited.
+        pending: The kind and the chunk of each answer that is awaited, by the numbers of its job and its chunk.
         sent: Bytes to it.
         received: Bytes from it.
         last_heard: When it last answered.
-        asked: When it was last asked something before it was let in, and how long the answers took.
+        asked: When it was last greeted.
+        delays: Seconds that the answers to greetings took.
     """
 
     address: str
@@ -63,7 +61,7 @@ class RemoteWorker:
     busy_seconds: float = 0.0
     answers: int = 0
     strikes: int = 0
-    pending: set[tuple[int, int]] = field(default_factory=set)
+    pending: dict[tuple[int, int], tuple[str, Chunk]] = field(default_factory=dict)
     sent: int = 0
     received: int = 0
     last_heard: float = field(default_factory=time.monotonic)
@@ -77,6 +75,11 @@ class RemoteWorker:
     @property
     def rate(self) -> float:
         return sum(self.rates.values())
+
+    @property
+    def generation(self) -> int | None:
+        """The generation from which it can follow by records; None if it does not have the whole State."""
+        return int(self.version.rstrip("+")) if self.version is not None and self.has_whole_state else None
 
     def is_useful(self, generation: int) -> bool:
         """Return whether an answer was used in the last generations."""
@@ -93,24 +96,38 @@ class RemoteWorker:
 
 @dataclass
 class Crew:
-    """All workers that have been let in, and what those that are behind may still need."""
+    """All workers that have been let in, and what those that are behind may still need.
+
+    Attributes:
+        sent: Bytes to all workers that the fleet has not reported yet.
+        received: The same from them.
+    """
 
     backend: Backend
     say: Callable[[str], None] = print_status
-    past_bytes: tuple[int, int] = (0, 0)  # to and from workers that are gone
+    sent: int = 0
+    received: int = 0
     workers: dict[str, RemoteWorker] = field(default_factory=dict)
     records: dict[int, Message] = field(default_factory=dict)
     record_bytes: int = 0
-    prepared: tuple[str, Message | None] = ("", None)  # the latest State or gradient, which several workers need
 
     def forget_run(self) -> None:
         """Forget the records of a run, and who was let in."""
-        self.workers, self.records, self.record_bytes, self.prepared = {}, {}, 0, ("", None)
+        self.workers, self.records, self.record_bytes = {}, {}, 0
 
     def send(self, worker: RemoteWorker, message: Message) -> None:
         """Send a message to a worker."""
-        worker.sent += count_bytes(message, len(json.dumps(message.head)))
+        size = count_bytes(message, len(json.dumps(message.head)))
+        worker.sent += size
+        self.sent += size
         self.backend.submit(worker.address, message)
+
+    def count_received(self, worker: RemoteWorker, message: Message) -> None:
+        """Count a message from a worker."""
+        size = count_bytes(message, len(json.dumps(message.head)))
+        worker.received += size
+        self.received += size
+        worker.last_heard = time.monotonic()
 
     def record(self, strategy: AnyStrategy, state: Any, result: GenerationResult, job: int) -> None:
         """Keep a result, and send it to the workers that follow by records and are up to date."""
@@ -120,66 +137,34 @@ class Crew:
             self.record_bytes -= count_bytes(self.records.pop(min(self.records)))
         for worker in self.workers.values():
             is_behind = any(number < job for number, _ in worker.pending)  # it is told when it has caught up
-            is_current = worker.version is not None and worker.version.rstrip("+") == str(result.generation)
-            if is_current and not is_behind and worker.has_whole_state and self.should_follow(worker, strategy, state):
-                self.send_records(worker, result.generation, result.generation + 1)
+            is_current = worker.generation == result.generation
+            if is_current and not is_behind and self.should_follow(worker, strategy, state):
+                self.send_records(worker, result.generation + 1)
 
     def should_follow(self, worker: RemoteWorker, strategy: AnyStrategy, state: Any) -> bool:
         """Return whether records are cheaper for a worker than what candidates are made of.
 
         A gradient does not count, because weights are as large. Records are sent before the coordinator's own update.
         """
-        weights, scores = count_tensor_bytes(ask_tensors(strategy.ask_arrays, state)), 4 * strategy.population
+        weights, scores = count_array_bytes(candidate_fields(strategy, state)), 4 * strategy.population
         return scores / worker.bandwidth + worker.tell_seconds < weights / worker.bandwidth + HEAD_START
 
-    def send_records(self, worker: RemoteWorker, first: int, last: int) -> None:
-        """Send the records of generations first to last - 1 to a worker; a gradient that it has is not sent again."""
-        for generation in range(first, last):
+    def has_records(self, worker: RemoteWorker, state: Any, generation: int) -> bool:
+        """Return whether all records that a worker misses are there, and are cheaper than the State."""
+        if worker.generation is None or not all(g in self.records for g in range(worker.generation, generation)):
+            return False
+        missing = [self.records[g] for g in range(worker.generation, generation)]
+        by_records = len(missing) * worker.tell_seconds + sum(map(count_bytes, missing)) / worker.bandwidth
+        return not missing or by_records < count_array_bytes(state) / worker.bandwidth
+
+    def send_records(self, worker: RemoteWorker, last: int) -> None:
+        """Send a worker all records that it misses before generation last; a gradient that it has is not sent again."""
+        assert worker.generation is not None
+        for generation in range(worker.generation, last):
             head, arrays = self.records[generation]
             has_gradient = worker.version == f"{generation}+"
             self.send(worker, Message(head | {"wire": None}, arrays[:1]) if has_gradient else Message(head, arrays))
             worker.version = str(generation + 1)
-
-    def bring_up_to_date(self, worker: RemoteWorker, inputs: GenerationInputs, generation: int) -> None:
-        """Send a worker what it needs to make the candidates of a generation: records, or arrays of the State."""
-        if worker.version == inputs.version:
-            return
-        strategy, state = inputs.strategy, inputs.state
-        is_whole = self.should_follow(worker, strategy, state)
-        if worker.has_whole_state and is_whole and worker.version is not None:
-            missing = range(int(worker.version.rstrip("+")), generation)
-            by_records = len(missing) * worker.tell_seconds
-            by_records += sum(count_bytes(self.records[g]) for g in missing if g in self.records) / worker.bandwidth
-            by_weights = count_tensor_bytes(pack(state)[1]) / worker.bandwidth
-            if all(g in self.records for g in missing) and (not missing or by_records < by_weights):
-                self.send_records(worker, missing.start, missing.stop)
-                if worker.version != inputs.version:
-                    self._send_gradient(worker, inputs, generation)
-                return
-        self._send_state(worker, inputs, is_whole=is_whole and inputs.gradient is None)
-
-    def _send_gradient(self, worker: RemoteWorker, inputs: GenerationInputs, generation: int) -> None:
-        assert inputs.gradient is not None
-        if self.prepared[0] != f"gradient {inputs.version}":
-            wire, content = encode_gradient(inputs.gradient, cast(GradientStrategy[Any], inputs.strategy).wire)
-            head = {"op": "gradient", "generation": generation, "wire": wire}
-            self.prepared = f"gradient {inputs.version}", Message(head, [content])
-        self.send(worker, cast(Message, self.prepared[1]))
-        worker.version = inputs.version
-
-    def _send_state(self, worker: RemoteWorker, inputs: GenerationInputs, *, is_whole: bool) -> None:
-        name = f"{'State' if is_whole else 'weights'} {inputs.version}"
-        if self.prepared[0] != name:
-            tree, layout, contents = encode_state(inputs.state)
-            if not is_whole:
-                asked = ask_tensors(inputs.strategy.ask_arrays, inputs.state)
-                chosen = [pair for pair in zip(layout, contents, strict=True) if pair[0][0] in asked]
-                layout, contents = [about for about, _ in chosen], [content for _, content in chosen]
-            head = {"op": "state", "version": inputs.version, "tree": tree, "whole": is_whole, "layout": layout}
-            head |= {"sha256": hashlib.sha256(b"".join(contents)).hexdigest()}
-            self.prepared = name, Message(head, contents)
-        self.send(worker, cast(Message, self.prepared[1]))
-        worker.version, worker.has_whole_state = inputs.version, is_whole
 
 
 def encode_record(strategy: AnyStrategy, result: GenerationResult) -> Message:
@@ -187,11 +172,11 @@ def encode_record(strategy: AnyStrategy, result: GenerationResult) -> Message:
     head = {"op": "tell", "generation": result.generation, "values": dict(result.values), "wire": None}
     arrays = [result.scores.tobytes()]
     if result.gradient is not None:
-        head["wire"], content = encode_gradient(result.gradient, cast(GradientStrategy[Any], strategy).wire)
+        head["wire"], content = encode_gradient(result.gradient, strategy)
         arrays.append(content)
     return Message(head, arrays)
 
 
-def count_tensor_bytes(arrays: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of some arrays."""
-    return sum(array.nbytes for array in arrays.values())
+def count_array_bytes(value: Any) -> int:
+    """Return the bytes of the arrays of a State or any part of one."""
+    return sum(array.nbytes for array in pack(value)[1].values())

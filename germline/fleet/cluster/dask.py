@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from germline.errors import BadInput
-from germline.fleet.cluster.backend import Backend, Event, Message, count_bytes
+from germline.fleet.cluster.backend import Backend, Event, Message, count_bytes, parse_address
 from germline.fleet.cluster.keys import security_options
 from germline.fleet.cluster.scheduler_process import SchedulerProcess
 from germline.fleet.cluster.worker import Responder
 
 TOPIC = "germline"
+PROTOCOLS = ("tcp", "tls")  # of the address of a scheduler
 INLINE = 1 << 18  # bytes of the arrays of a call; larger ones are uploaded
 INLINE_ANSWER = 1 << 15  # bytes of those of an event
 SLOTS = 8  # variables of a worker for large answers; it has at most two answers that are not read
@@ -37,8 +38,6 @@ LOOK = 2.0  # seconds between looks at the scheduler, if nothing happens
 DEAF = 8.0  # seconds after which a client that does not hear its own event connects again
 CONNECT = 10.0  # seconds for a connection
 CLOSING = 5.0  # seconds for the last calls
-
-responders_lock = threading.Lock()
 
 
 def load_dask() -> Any:
@@ -52,9 +51,10 @@ def load_dask() -> Any:
 
 def make_security(keys: Path | None) -> Any:
     """Return how connections are secured by a folder of keys; without keys they are not."""
-    if keys is None:
+    options = security_options(keys)
+    if options is None:
         return None
-    security = load_dask().Security(**security_options(keys), tls_min_version=ssl.TLSVersion.TLSv1_3)
+    security = load_dask().Security(**options, tls_min_version=ssl.TLSVersion.TLSv1_3)
     try:
         security.get_connection_args("client")
     except (ssl.SSLError, OSError) as error:
@@ -62,10 +62,29 @@ def make_security(keys: Path | None) -> Any:
     return security
 
 
+def complete_address(text: str, *, has_keys: bool) -> str:
+    """Return the address of a scheduler with its protocol: tls if there are keys, and otherwise tcp.
+
+    >>> complete_address("node7:8786", has_keys=True)
+    'tls://node7:8786'
+    """
+    protocol, _, place = text.rpartition("://")
+    parse_address(place)
+    if not protocol:
+        return f"{'tls' if has_keys else 'tcp'}://{text}"
+    if protocol not in PROTOCOLS:
+        raise BadInput(f"The address of a Dask scheduler begins with tcp:// or tls://, not {protocol}://.")
+    if has_keys and protocol != "tls":
+        raise BadInput(f"Keys are for a scheduler with TLS: give tls://{place}, or {place}, instead of {text}.")
+    if not has_keys and protocol == "tls" and load_dask().Security().tls_client_cert is None:
+        raise BadInput(f"The scheduler at {text} needs keys: name a folder of 'germline keys' (keys=, or --keys).")
+    return text
+
+
 def dask_setup(worker: Any) -> None:
     """Make a Dask worker ready for coordinators; Dask calls this for a preload."""
     threads = worker.state.nthreads
-    worker.extensions[TOPIC] = Responder.from_environment(threads, is_shared=threads > 1)
+    worker.extensions.setdefault(TOPIC, Responder.from_environment(threads, is_shared=threads > 1))
 
 
 def answer_call(text: str, arrays: Sequence[bytes], slot: str | None) -> None:
@@ -74,9 +93,8 @@ def answer_call(text: str, arrays: Sequence[bytes], slot: str | None) -> None:
     from distributed.utils import sync
 
     worker, head = get_worker(), json.loads(text)
-    with responders_lock:
-        if TOPIC not in worker.extensions:
-            dask_setup(worker)
+    if TOPIC not in worker.extensions:
+        dask_setup(worker)
     responder: Responder = worker.extensions[TOPIC]
     if slot is not None:
         arrays = sync(worker.loop, worker.scheduler.variable_get, name=slot, timeout=60)["value"] or ()
@@ -90,23 +108,20 @@ def answer_call(text: str, arrays: Sequence[bytes], slot: str | None) -> None:
     worker.log_event(TOPIC, about)
 
 
-class ByReference(NamedTuple):
-    """A call of ``answer_call`` that happens when it is unpickled."""
-
-    head: str
-    arrays: list[bytes]
-    slot: str | None
+class ByReference(tuple[str, list[bytes], str | None]):
+    """The arguments of ``answer_call``, which is called when they are unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return answer_call, tuple(self)
 
 
 class Call(NamedTuple):
-    """A task that has not ended, and the arrays that it was given by a variable."""
+    """A task that has not ended, its arrays, and the variable where they are if they are large."""
 
     worker: str
     future: Any
-    uploaded: Sequence[bytes] | None
+    arrays: Sequence[bytes]
+    slot: str | None
 
 
 class DaskBackend(Backend):
@@ -126,16 +141,17 @@ class DaskBackend(Backend):
         self.numbers = itertools.count(1)
         self.workers: set[str] = set()
         self.calls: dict[int, Call] = {}
-        self.lock = threading.RLock()  # of the calls and the slots: calls end in another thread
-        self.slots: dict[int, str] = {}  # of uploaded arrays, by their identity
-        self.free_slots: list[str] = []
-        self.new_slots = (f"{TOPIC}-{self.token}-{number}" for number in itertools.count())
-        self.has_changed, self.last_look, self.last_event = True, 0.0, 0.0
+        self.lock = threading.RLock()  # of the calls: they end in another thread
+        self.last_look, self.last_event = 0.0, 0.0
         self.client: Any = None
+        self.lost_errors = (OSError, self.distributed.client.ClosedClientError)  # if there is no connection any more
         try:
             self._connect()
-        except (OSError, TimeoutError) as error:
-            raise BadInput(f"There is no Dask scheduler at {address}: {error}.") from error
+        except (OSError, ValueError) as error:  # tornado's, if only this side has keys
+            reason = str(error).rstrip(".") or type(error).__name__
+            keys = "keys of the same authority" if address.startswith("tls") else "no keys either"
+            advice = f"Check the address, that the scheduler is running, and that it uses {keys}"
+            raise BadInput(f"Cannot connect to a Dask scheduler at {address}: {reason}. {advice}.") from error
 
     def _connect(self) -> None:
         options = {"security": self.security, "set_as_default": False, "timeout": CONNECT}
@@ -148,9 +164,9 @@ class DaskBackend(Backend):
         self.last_event = time.monotonic()
 
     def look(self) -> None:
-        if not self.has_changed and time.monotonic() - self.last_look < LOOK:
+        if time.monotonic() - self.last_look < LOOK:
             return
-        self.has_changed, self.last_look = False, time.monotonic()
+        self.last_look = time.monotonic()
         there: set[str] = set()
         try:
             if self.client is None:
@@ -159,8 +175,11 @@ class DaskBackend(Backend):
             there = set(self.client.nthreads())
             if time.monotonic() - self.last_event > DEAF:
                 raise TimeoutError("the scheduler does not send events any more")
-        except (OSError, TimeoutError):
+        except self.lost_errors:
             self._disconnect()
+            if self.scheduler is not None:
+                self.scheduler.keep_running()
+            there = set()  # workers that the next client finds join again: what was sent to them is lost
         for worker in self.workers - there:
             with self.lock:
                 for number in [number for number, call in self.calls.items() if call.worker == worker]:
@@ -171,38 +190,40 @@ class DaskBackend(Backend):
         self.workers = there
 
     def _note_change(self, event: Any) -> None:
-        self.has_changed = True
+        self.last_look = 0.0
 
     def _disconnect(self) -> None:
-        client, self.client = self.client, None
-        self.calls, self.slots = {}, {}
+        client, self.client, self.calls = self.client, None, {}
         if client is not None:
-            with suppress(OSError, TimeoutError):
+            with suppress(*self.lost_errors):
+                client.unsubscribe_topic(TOPIC)
+                client.unsubscribe_topic("all")
                 client.close(timeout=1)
-        if self.scheduler is not None:
-            self.scheduler.keep_running()
 
     def submit(self, worker: str, message: Message) -> None:
-        if self.client is not None and worker in self.workers:
-            with self.lock, suppress(OSError, TimeoutError):  # or the client connects, and the worker joins, again
-                self._send(worker, message)
-
-    def _send(self, worker: str, message: Message) -> None:
-        number, is_large = next(self.numbers), count_bytes(message) > INLINE
-        slot = self._upload(message.arrays) if is_large else None
+        if self.client is None or worker not in self.workers:
+            return
+        number, arrays = next(self.numbers), message.arrays
         head = json.dumps(message.head | {"token": self.token, "call": number})
-        task = pickle.dumps(ByReference(head, [] if is_large else list(message.arrays), slot))
         where = {"workers": [worker], "allow_other_workers": False, "pure": False, "retries": 0, "fifo_timeout": 0}
-        # the scheduler unpickles functions, and need not have Germline
-        future = self.client.submit(pickle.loads, task, key=f"{TOPIC}-{self.token}-{number}", **where)
-        self.calls[number] = Call(worker, future, message.arrays if is_large else None)
-        future.add_done_callback(partial(self._end_call, number))
+        with self.lock, suppress(*self.lost_errors):  # then the client connects, and the worker joins, again
+            slot = self._upload(arrays) if count_bytes(message) > INLINE else None
+            task = pickle.dumps(ByReference((head, [] if slot is not None else list(arrays), slot)))
+            # the scheduler unpickles functions, and need not have Germline
+            future = self.client.submit(pickle.loads, task, key=f"{TOPIC}-{self.token}-{number}", **where)
+            self.calls[number] = Call(worker, future, arrays, slot)
+            future.add_done_callback(partial(self._end_call, number))
 
     def _upload(self, arrays: Sequence[bytes]) -> str:
-        if id(arrays) not in self.slots:
-            slot = self.slots[id(arrays)] = self.free_slots.pop() if self.free_slots else next(self.new_slots)
-            self._set_variable(slot, list(arrays))
-        return self.slots[id(arrays)]
+        """Return the variable where arrays are: that of another call with the same ones, or a free one."""
+        slots = {call.slot: call.arrays for call in self.calls.values() if call.slot is not None}
+        for slot, others in slots.items():
+            if others is arrays:
+                return slot
+        names = (f"{TOPIC}-{self.token}-{number}" for number in itertools.count())
+        slot = next(name for name in names if name not in slots)
+        self._set_variable(slot, list(arrays))
+        return slot
 
     def _set_variable(self, slot: str, value: Any) -> None:
         self.client.sync(self.client.scheduler.variable_set, name=slot, data=value)
@@ -210,29 +231,26 @@ class DaskBackend(Backend):
     def _end_call(self, number: int, future: Any) -> None:
         call = self.calls.get(number)
         if call is not None and future.status == "error":
-            reason = f"{type(future.exception()).__name__}: {future.exception()}"
+            error = future.exception()
+            reason = str(error) if isinstance(error, BadInput) else f"{type(error).__name__}: {error}"
             self.events.put(Event("failed", call.worker, Message({"reason": reason})))
         self._forget(number)
 
     def _forget(self, number: int) -> None:
         """Have the scheduler forget a call, and its arrays if no other call needs them."""
         with self.lock:
-            ended = self.calls.pop(number, None)
-            if ended is None:
+            call = self.calls.pop(number, None)
+            if call is None:
                 return
-            ended.future.release()
-            arrays = ended.uploaded
-            if arrays is None or any(other.uploaded is arrays for other in self.calls.values()):
-                return
-            slot = self.slots.pop(id(arrays), None)
-            if slot is not None and self.client is not None:
-                with suppress(OSError, TimeoutError):
-                    self._set_variable(slot, None)
-                self.free_slots.append(slot)
+            call.future.release()
+            is_shared = any(other.slot == call.slot for other in self.calls.values())
+            if call.slot is not None and not is_shared and self.client is not None:
+                with suppress(*self.lost_errors):
+                    self._set_variable(call.slot, None)
 
     async def _hear(self, event: tuple[float, Any]) -> None:
         about = event[1]
-        if not isinstance(about, dict) or about.get("token") != self.token:
+        if self.client is None or not isinstance(about, dict) or about.get("token") != self.token:
             return  # of another coordinator
         if "worker" not in about:
             self.last_event = time.monotonic()
@@ -243,18 +261,15 @@ class DaskBackend(Backend):
                 arrays = (await scheduler.variable_get(name=slot, timeout=60))["value"] or ()
                 await scheduler.variable_set(name=slot, data=None)
             self.events.put(Event("answered", about["worker"], Message(dict(json.loads(about["head"])), list(arrays))))
+        except self.lost_errors:
+            return  # the client connects, and the worker joins, again
         except Exception as error:  # whatever a worker has sent
             self.events.put(Event("failed", about["worker"], Message({"reason": f"{type(error).__name__}: {error}"})))
 
     def close(self) -> None:
         until = time.monotonic() + CLOSING
-        while self.client is not None and self.calls and time.monotonic() < until:
+        while self.calls and time.monotonic() < until:
             time.sleep(0.02)
-        client, self.client = self.client, None
-        if client is not None:
-            with suppress(OSError, TimeoutError):
-                client.unsubscribe_topic(TOPIC)
-                client.unsubscribe_topic("all")
-                client.close(timeout=2)
+        self._disconnect()
         if self.scheduler is not None:
             self.scheduler.end()

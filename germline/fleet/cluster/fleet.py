@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,9 +25,9 @@ from germline.fleet import gradients
 from germline.fleet.cluster.admission import Admission, Invitation
 from germline.fleet.cluster.backend import Backend, Message, parse_address
 from germline.fleet.cluster.crew import Crew
-from germline.fleet.cluster.dask import DaskBackend, load_dask, make_security
+from germline.fleet.cluster.dask import DaskBackend, complete_address, load_dask, make_security
 from germline.fleet.cluster.jobs import Coordinator, Job
-from germline.fleet.cluster.keys import create_authority, security_options
+from germline.fleet.cluster.keys import check_server, create_authority, security_options
 from germline.fleet.cluster.members import RemoteMembers
 from germline.fleet.cluster.messages import decode_scores, decode_slices, encode_batch
 from germline.fleet.cluster.processes import LocalWorkers
@@ -60,9 +61,8 @@ class Cluster(Fleet):
         self.backend, self.device, self.executor = backend, device, Executor()
         self.crew = Crew(backend)
         self.admission = Admission(self.crew)
-        self.coordinator = Coordinator(backend, self.crew, self.admission)
+        self.coordinator = Coordinator(self.crew, self.admission)
         self.block = 1  # members of a piece
-        self.counted = (0, 0)  # bytes sent and received at the last count
         atexit.register(self.close)
 
     @property
@@ -109,7 +109,7 @@ class Cluster(Fleet):
             return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
 
         pieces = -(-population // block)
-        job = Job("scores", pieces, inputs, decode, compute, lambda scores: scores, evaluator.plan)
+        job = Job("scores", pieces, inputs, decode, compute, plan=evaluator.plan)
         return np.concatenate(self.coordinator.run_job(job))[:population]
 
     def gradient(
@@ -145,9 +145,9 @@ class Cluster(Fleet):
         return RemoteMembers(strategy, local, self.coordinator, self.executor, members)
 
     def count_bytes(self) -> tuple[int, int]:
-        workers, past, before = list(self.admission.known.values()), self.crew.past_bytes, self.counted
-        now = self.counted = (past[0] + sum(w.sent for w in workers), past[1] + sum(w.received for w in workers))
-        return now[0] - before[0], now[1] - before[1]
+        counts = self.crew.sent, self.crew.received
+        self.crew.sent = self.crew.received = 0
+        return counts
 
 
 class Elastic(Cluster):
@@ -183,19 +183,19 @@ class Elastic(Cluster):
             raise BadInput("Workers here need to know the recipe: give recipe=, or start them with 'germline worker'.")
         load_dask()
         host, port = parse_address(address)
-        self.private_keys: tempfile.TemporaryDirectory[str] | None = None
+        self.private_keys = ExitStack()
         if workers and keys is None:  # otherwise every user of this machine could join
-            self.private_keys = tempfile.TemporaryDirectory(prefix="germline-keys-")
-            keys = Path(self.private_keys.name, "keys")
+            keys = Path(self.private_keys.enter_context(tempfile.TemporaryDirectory(prefix="germline-keys-")), "keys")
             create_authority(keys)
         folder = Path(keys) if keys is not None else None
         if folder is None and host not in LOOPBACK:
             message = f"Without keys, every machine that reaches {host} could join"
             raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
         security = make_security(folder)
+        if folder is not None:
+            check_server(folder)
         try:
-            options = security_options(folder) if folder is not None else None
-            scheduler = SchedulerProcess(host, port, options, timeout)
+            scheduler = SchedulerProcess(host, port, security_options(folder), timeout)
         except OSError as error:
             message = f"Cannot listen on {host}:{port}: {error}"
             raise BadInput(f"{message}. Choose another address with --listen.") from error
@@ -207,8 +207,7 @@ class Elastic(Cluster):
     def close(self, *, ended: bool = False) -> None:
         super().close(ended=ended or bool(self.processes.processes))
         self.processes.close()
-        if self.private_keys is not None:
-            self.private_keys.cleanup()
+        self.private_keys.close()
 
 
 class Dask(Cluster):
@@ -220,19 +219,17 @@ class Dask(Cluster):
         device: The device of the coordinator, which checks samples of the workers' scores.
 
     >>> from distributed import LocalCluster
-    >>> with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as cluster:
+    >>> with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster:
     ...     Dask(cluster).close()
     """
 
     def __init__(self, target: Any, *, keys: str | Path | None = None, device: str = "auto") -> None:
-        security = make_security(Path(keys) if keys is not None else None)
-        address = target
-        if not isinstance(target, str):
-            is_client = isinstance(target, load_dask().Client)
-            address, security = target.scheduler.address if is_client else target.scheduler_address, target.security
+        if isinstance(target, str):
+            security = make_security(Path(keys) if keys is not None else None)
+            address = complete_address(target, has_keys=keys is not None)
         else:
-            parse_address(target.rpartition("://")[2])
-            address = target if "://" in target else f"{'tcp' if keys is None else 'tls'}://{target}"
+            security, is_client = target.security, isinstance(target, load_dask().Client)
+            address = target.scheduler.address if is_client else target.scheduler_address
         super().__init__(DaskBackend(address, security), device)
 
 

@@ -1,21 +1,20 @@
 """Jobs of a cluster: work that is cut into pieces, scheduled on workers, checked, and put together in order."""
 
 import itertools
-import json
 import queue
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from germline.errors import BadInput
-from germline.fleet.cluster.admission import TOLERANCE, Admission, are_close
-from germline.fleet.cluster.backend import Backend, Event, Head, Message, count_bytes
+from germline.fleet.cluster.admission import TOLERANCE, Admission, WrongAnswerError, are_close
+from germline.fleet.cluster.backend import Event, Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
-from germline.fleet.cluster.messages import checksum, encode_batch, fields_to_check
+from germline.fleet.cluster.messages import candidate_fields, checksum, encode_batch, encode_gradient, encode_state
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
 from germline.fleet.gradients import Scores
 from germline.genome import theta_sha256
@@ -23,15 +22,12 @@ from germline.population import Plan
 from germline.strategies import GenerationInputs
 
 CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are checked again
-KINDS = ("scores", "gradient", "train")
 TICK = 0.02  # seconds between looks at which workers are late
 STRIKES = 6  # answers in a row that a worker may compute with other weights
 FORGIVEN = 50  # generations after which a worker that was too slow is tried again
 WAITING_NOTE = 10.0  # seconds between lines that say that there are no workers
 
-
-class WrongAnswerError(Exception):
-    """An answer of a worker that cannot be right."""
+TakeAnswer = Callable[[RemoteWorker, Message], None]
 
 
 @dataclass
@@ -53,7 +49,7 @@ class Job:
     inputs: GenerationInputs
     decode: Callable[[int, int, Sequence[bytes]], Any]
     compute: Callable[[int, int], Any]
-    numbers: Callable[[Any], Scores]
+    numbers: Callable[[Any], Scores] = lambda answer: answer
     plan: Plan | None = None
     answers: dict[int, Any] = field(default_factory=dict)  # by first piece
     is_sampled = True  # whether one piece is so cheap that it may be computed again as a check
@@ -67,12 +63,12 @@ class Job:
         return theta_sha256(self.inputs.state.theta)
 
     @cached_property
-    def checked_fields(self) -> list[str]:
-        return fields_to_check(self.inputs.strategy, self.inputs.state)
+    def weights(self) -> dict[str, Any]:
+        return candidate_fields(self.inputs.strategy, self.inputs.state)
 
     @cached_property
     def checksum(self) -> int:
-        return checksum(self.checked_fields, self.inputs.state)
+        return checksum(self.weights)
 
     @cached_property
     def head(self) -> Head:
@@ -80,15 +76,50 @@ class Job:
         inputs, plan = self.inputs, asdict(self.plan) if self.plan is not None else None
         head: Head = {"op": "job", "kind": self.kind, "version": inputs.version, "generation": self.generation}
         head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
-        return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": self.checked_fields}
+        return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": list(self.weights)}
+
+    # Messages that several workers need are made once, and uploaded once.
+
+    @cached_property
+    def state_message(self) -> Message:
+        return encode_state(self.inputs.state, self.inputs.version, is_whole=True)
+
+    @cached_property
+    def weights_message(self) -> Message:
+        return encode_state(self.weights, self.inputs.version, is_whole=False)
+
+    @cached_property
+    def gradient_message(self) -> Message:
+        assert self.inputs.gradient is not None
+        wire, content = encode_gradient(self.inputs.gradient, self.inputs.strategy)
+        return Message({"op": "gradient", "generation": self.generation, "wire": wire}, [content])
+
+    @cached_property
+    def batch_message(self) -> Message:
+        return encode_batch(self.inputs.given_batch, self.inputs.batch)
 
     def prepare(self, crew: Crew, worker: RemoteWorker, chunk: Chunk) -> Message:
         """Send a worker what it needs for a chunk; return the message about the chunk itself."""
-        crew.bring_up_to_date(worker, self.inputs, self.generation)
-        if self.inputs.given_batch is not None and worker.batch != self.inputs.batch:
-            crew.send(worker, encode_batch(self.inputs.given_batch, self.inputs.batch))
-            worker.batch = self.inputs.batch
+        inputs = self.inputs
+        if worker.version != inputs.version:
+            self._bring_up_to_date(crew, worker)
+            worker.version = inputs.version
+        if inputs.given_batch is not None and worker.batch != inputs.batch:
+            crew.send(worker, self.batch_message)
+            worker.batch = inputs.batch
         return Message(self.head)
+
+    def _bring_up_to_date(self, crew: Crew, worker: RemoteWorker) -> None:
+        """Send a worker what it needs to make the candidates of a generation: records, or arrays of the State."""
+        inputs = self.inputs
+        should_follow = crew.should_follow(worker, inputs.strategy, inputs.state)
+        if should_follow and crew.has_records(worker, inputs.state, self.generation):
+            crew.send_records(worker, self.generation)
+            if worker.version != inputs.version:
+                crew.send(worker, self.gradient_message)
+            return
+        worker.has_whole_state = should_follow and inputs.gradient is None
+        crew.send(worker, self.state_message if worker.has_whole_state else self.weights_message)
 
     def has_same_weights(self, head: Head, chunk: Chunk) -> bool:
         """Return whether an answer was computed with the right weights, as far as it says."""
@@ -96,7 +127,7 @@ class Job:
 
     def forget_weights(self, worker: RemoteWorker) -> None:
         """Have a worker be sent its weights anew."""
-        worker.version, worker.has_whole_state = None, False
+        worker.version = None
 
     def take(self, worker: RemoteWorker, chunk: Chunk, answer: Any) -> None:
         """Keep an answer that is right."""
@@ -115,7 +146,6 @@ class Coordinator:
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
-    backend: Backend
     crew: Crew
     admission: Admission
     check_processes: Callable[[], None] = lambda: None
@@ -131,24 +161,12 @@ class Coordinator:
         self.take_events(0.0)
         for worker in self.crew.workers.values():
             if self.generation - worker.last_useful > FORGIVEN:  # it was too slow, and may not be any more
-                worker.last_useful, worker.rates, worker.pending = self.generation, {}, set()
+                worker.last_useful, worker.rates, worker.pending = self.generation, {}, {}
         rates = {address: worker.rates.get(job.kind, 0.0) for address, worker in self.crew.workers.items()}
-        scheduler = self.scheduler = ChunkScheduler(job.pieces, rates)
-        while not scheduler.is_finished:
+        self.scheduler = ChunkScheduler(job.pieces, rates)
+        while not self.scheduler.is_finished:
             self._send_chunks(job)
-            for worker, message in self.take_events(TICK if self.crew.workers else 1.0):
-                chunk = self._find_chunk(worker, message.head)
-                if chunk is None:
-                    continue
-                answer = self._take_answer(job, chunk, worker, message)
-                if answer is None:
-                    scheduler.return_chunk(chunk.number, time.monotonic())
-                    continue
-                scheduler.complete(chunk.number, time.monotonic())
-                job.take(worker, chunk, answer)
-                worker.pieces += chunk.size
-                worker.strikes, worker.last_useful = 0, self.generation
-                scheduler.rates[worker.address] = worker.rates.get(job.kind, 0.0)
+            self.take_events(TICK if self.crew.workers else 1.0, partial(self._take_answer, job))
         return [job.answers[first] for first in sorted(job.answers)]
 
     def _send_chunks(self, job: Job) -> None:
@@ -160,38 +178,35 @@ class Coordinator:
             is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
             about = {"job": self.job_number, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
             self.crew.send(worker, Message(head | about | {"check": is_checked}, arrays))
-            worker.pending.add((self.job_number, chunk.number))
+            worker.pending[self.job_number, chunk.number] = job.kind, chunk
 
     def _find_chunk(self, worker: RemoteWorker, head: Head) -> Chunk | None:
         """Return the chunk of an answer, or None if it is not awaited any more; then only its speed is taken in."""
         job, number = head.get("job"), head.get("chunk")
-        if isinstance(job, int) and isinstance(number, int):
-            worker.pending.discard((job, number))
-        chunk = self.scheduler.out.get(number) if isinstance(number, int) and job == self.job_number else None
-        if chunk is not None and chunk.worker == worker.address:
-            return chunk
-        first, last, kind = head.get("first"), head.get("last"), head.get("kind")
-        if isinstance(first, int) and isinstance(last, int) and 0 < last - first < 1 << 32 and kind in KINDS:
-            worker.measure(str(kind), last - first, head.get("seconds"))
-        return None
+        if not (isinstance(job, int) and isinstance(number, int) and (job, number) in worker.pending):
+            return None
+        kind, chunk = worker.pending.pop((job, number))
+        is_awaited = self.scheduler.out.get(number) is chunk
+        worker.measure(kind, chunk.size, head.get("seconds"), time.monotonic() - chunk.since if is_awaited else 0.0)
+        return chunk if is_awaited else None
 
-    def _take_answer(self, job: Job, chunk: Chunk, worker: RemoteWorker, message: Message) -> Any:
-        """Return a worker's answer, or None if it is of no use; a worker with a wrong one is turned away."""
-        head = message.head
-        worker.measure(job.kind, chunk.size, head.get("seconds"), time.monotonic() - chunk.since)
+    def _take_answer(self, job: Job, worker: RemoteWorker, message: Message) -> None:
+        """Take in a worker's answer to a chunk of a job; a wrong one is an error."""
+        head, op, chunk = message.head, message.head.get("op"), self._find_chunk(worker, message.head)
+        if chunk is None:
+            return
         if not self.scheduler.is_needed(chunk):
-            return None
-        try:
-            if head.get("op") == "stale" or (head.get("op") == "answer" and not job.has_same_weights(head, chunk)):
-                self._forget_weights(job, worker, is_stale=head.get("op") == "stale")
-                return None
-            answer = self._decode_answer(job, chunk, message)
-        except WrongAnswerError as error:
-            self.scheduler.drop_worker(worker.address)
-            self.admission.refuse(worker, str(error))
-            return None
-        worker.checked = self.generation if "theta" in head else worker.checked
-        return answer
+            self.scheduler.return_chunk(chunk.number, time.monotonic())
+        elif op == "stale" or (op == "answer" and not job.has_same_weights(head, chunk)):
+            self._forget_weights(job, worker, is_stale=op == "stale")
+            self.scheduler.return_chunk(chunk.number, time.monotonic())
+        else:
+            job.take(worker, chunk, self._decode_answer(job, chunk, message))
+            self.scheduler.complete(chunk.number, time.monotonic())
+            worker.checked = self.generation if "theta" in head else worker.checked
+            worker.pieces += chunk.size
+            worker.strikes, worker.last_useful = 0, self.generation
+            self.scheduler.rates[worker.address] = worker.rates.get(job.kind, 0.0)
 
     def _forget_weights(self, job: Job, worker: RemoteWorker, *, is_stale: bool) -> None:
         """Have a worker with other weights than it should have be sent the right ones, or raise an error."""
@@ -221,52 +236,45 @@ class Coordinator:
                 raise WrongAnswerError("it computes other scores for the same members than the coordinator")
         return answer
 
-    def take_events(self, seconds: float) -> list[tuple[RemoteWorker, Message]]:
-        """Take in all events, after waiting up to some seconds for the first; return the answers among them."""
-        answers, until = [], time.monotonic() + seconds
-        self.backend.look()
-        while True:
-            try:
-                event = self.backend.events.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                break
-            until = 0.0  # then only those that are there already
-            worker = self.admission.known.get(event.worker)
-            if event.kind == "joined":
-                self.admission.greet(event.worker)
-            elif worker is None and event.kind == "failed":
-                self.crew.say(f"worker {event.worker} has failed: {event.message.head.get('reason')}")
-            elif worker is not None and (answer := self._take_event(worker, event)) is not None:
-                answers.append((worker, answer))
+    def take_events(self, seconds: float, take_answer: TakeAnswer = lambda worker, message: None) -> None:
+        """Take in all events, after waiting up to some seconds for the first, and the answers to jobs among them."""
+        backend, until = self.crew.backend, time.monotonic() + seconds
+        backend.look()
+        with suppress(queue.Empty):
+            while True:
+                event = backend.events.get(timeout=max(0.0, until - time.monotonic()))
+                until = 0.0  # then only those that are there already
+                self._take_event(event, take_answer)
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
             refusals = self.admission.refusals
             refused = f"; the last one was turned away ({refusals[-1]})" if refusals else ""
-            self.crew.say(f"there are no workers: waiting for some at {self.backend.address}{refused}")
+            self.crew.say(f"there are no workers: waiting for some at {backend.address}{refused}")
         self.check_processes()
-        return answers
 
-    def _take_event(self, worker: RemoteWorker, event: Event) -> Message | None:
-        """Take in what has happened to a worker; return the message if it is an answer to a job."""
-        is_in, message = worker.address in self.crew.workers, event.message
-        if event.kind == "left":
+    def _take_event(self, event: Event, take_answer: TakeAnswer) -> None:
+        """Take in what has happened to a worker; one with a wrong answer is turned away."""
+        worker, reason = self.admission.known.get(event.worker), str(event.message.head.get("reason"))[:500]
+        if event.kind == "joined":
+            self.admission.greet(event.worker)
+        elif worker is None:
+            if event.kind == "failed":
+                self.crew.say(f"worker {event.worker} has failed: {reason}")
+        elif event.kind == "left":
+            if worker.address in self.crew.workers:
+                self.crew.say(f"worker {worker.name} has left")
             self.scheduler.drop_worker(worker.address)
             self.admission.forget(worker)
-            if is_in:
-                self.crew.say(f"worker {worker.name} has left")
-            return None
-        worker.last_heard = time.monotonic()
-        worker.received += count_bytes(message, len(json.dumps(message.head)))
-        try:
-            if event.kind == "failed":
-                raise BadInput(str(message.head.get("reason"))[:500])
-            if is_in:
-                return message
-            if self.admission.take_answer(worker, message):
-                self.scheduler.rates[worker.address] = 0.0
-                worker.last_useful = self.generation
-                self.crew.say(f"worker {worker.name} has joined: {worker.about['device']}, {worker.about['machine']}")
-        except BadInput as error:
-            self.scheduler.drop_worker(worker.address)
-            self.admission.refuse(worker, str(error))
-        return None
+        else:
+            self.crew.count_received(worker, event.message)
+            try:
+                if event.kind == "failed":
+                    raise WrongAnswerError(reason)
+                if worker.address in self.crew.workers:
+                    take_answer(worker, event.message)
+                elif self.admission.take_answer(worker, event.message):
+                    self.scheduler.rates[worker.address] = 0.0
+                    worker.last_useful = self.generation
+            except WrongAnswerError as error:
+                self.scheduler.drop_worker(worker.address)
+                self.admission.refuse(worker, str(error))

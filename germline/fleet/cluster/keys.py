@@ -17,17 +17,13 @@ FILES = ("ca.pem", "cert.pem", "key.pem")
 
 def create_authority(folder: Path) -> None:
     """Create an authority, with a key for the coordinator in the same folder."""
-    crypto = Crypto()
+    x509 = load_cryptography()[0]
     if (folder / "ca.key").exists():
         raise BadInput(f"{folder} has an authority already: add machines with 'germline keys add {folder} NAME'.")
     folder.mkdir(parents=True, exist_ok=True)
-    key, x509 = crypto.create_key(), crypto.x509
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     extensions = [(x509.BasicConstraints(ca=True, path_length=0), True), (usage, True)]
-    extensions.append((x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False))
-    name = "germline fleet"
-    write_new(folder / "ca.pem", crypto.create_certificate(name, key, crypto.name(name), key, extensions))
-    write_new(folder / "ca.key", crypto.encode_key(key), secret=True)
+    create_certificate(folder / "ca.pem", folder / "ca.key", "germline fleet", extensions)
     issue(folder, folder, "coordinator", server=True)
 
 
@@ -48,21 +44,17 @@ def add_machine(folder: Path, name: str) -> Path:
 
 def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> None:
     """Create a key and its certificate, signed by the authority; a worker's does not make it a coordinator."""
-    crypto = Crypto()
-    key, x509 = crypto.create_key(), crypto.x509
-    parent = x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes())
-    signer = crypto.serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    x509 = load_cryptography()[0]
     usages = x509.oid.ExtendedKeyUsageOID
     allowed = [usages.CLIENT_AUTH, *([usages.SERVER_AUTH] if server else [])]
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    extensions = [(x509.BasicConstraints(ca=False, path_length=None), True)]
-    extensions += [(x509.ExtendedKeyUsage(allowed), False), (identifier, False)]
-    write_new(folder / "cert.pem", crypto.create_certificate(name, key, parent.subject, signer, extensions))
-    write_new(folder / "key.pem", crypto.encode_key(key), secret=True)
+    extensions = [(x509.BasicConstraints(ca=False, path_length=None), True), (x509.ExtendedKeyUsage(allowed), False)]
+    create_certificate(folder / "cert.pem", folder / "key.pem", name, extensions, authority)
 
 
-def security_options(folder: Path) -> dict[str, Any]:
+def security_options(folder: Path | None) -> dict[str, Any] | None:
     """Return the files of a folder as options of Dask's ``Security``; both ends of a connection show a certificate."""
+    if folder is None:
+        return None
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         hint = "make keys with 'germline keys init DIR' and 'keys add DIR NAME'"
@@ -73,41 +65,62 @@ def security_options(folder: Path) -> dict[str, Any]:
     return {"tls_ca_file": files["ca"], "require_encryption": True, **options}
 
 
+def check_server(folder: Path) -> None:
+    """Raise an error if the certificate of a folder is one of a worker, to which workers would not connect."""
+    x509 = load_cryptography()[0]
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (ValueError, x509.ExtensionNotFound):  # not made by 'germline keys', or tried when it is used
+        return
+    if x509.oid.ExtendedKeyUsageOID.SERVER_AUTH not in usages:
+        raise BadInput(f"{folder} has the key of a worker: a coordinator needs the folder of 'germline keys init'.")
+
+
 def write_new(path: Path, content: bytes, *, secret: bool = False) -> None:
     """Write a new file; a secret one can be read by its owner alone, from the start."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
         file.write(content)
 
 
-class Crypto:
-    """The parts of the library cryptography that are used here."""
+def load_cryptography() -> tuple[Any, Any, Any, Any]:
+    """Return the parts of the library cryptography that are used here, which is an optional dependency."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise BadInput("Keys need the library cryptography: pip install 'germline[dask]'.") from error
+    return x509, hashes, serialization, ec
 
-    def __init__(self) -> None:
-        try:
-            from cryptography import x509
-            from cryptography.hazmat.primitives import hashes, serialization
-            from cryptography.hazmat.primitives.asymmetric import ec
-        except ImportError as error:
-            raise BadInput("Keys need the library cryptography: pip install 'germline[dask]'.") from error
-        self.x509, self.hashes, self.serialization, self.ec = x509, hashes, serialization, ec
 
-    def create_key(self) -> Any:
-        return self.ec.generate_private_key(self.ec.SECP256R1())
+def create_certificate(
+    file: Path, key_file: Path, name: str, extensions: list[tuple[Any, bool]], authority: Path | None = None
+) -> None:
+    """Write a new key and its certificate, signed by an authority or by itself.
 
-    def encode_key(self, key: Any) -> Any:
-        kinds = self.serialization
-        return key.private_bytes(kinds.Encoding.PEM, kinds.PrivateFormat.PKCS8, kinds.NoEncryption())
-
-    def name(self, common: str) -> Any:
-        return self.x509.Name([self.x509.NameAttribute(self.x509.oid.NameOID.COMMON_NAME, common)])
-
-    def create_certificate(self, name: str, key: Any, issuer: Any, signer: Any, extensions: list[Any]) -> Any:
-        """Return a certificate of a key, as PEM; each extension has whether it is critical."""
-        now = datetime.datetime.now(datetime.UTC)
-        builder = self.x509.CertificateBuilder().subject_name(self.name(name)).issuer_name(issuer)
-        builder = builder.public_key(key.public_key()).serial_number(self.x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
-        builder = builder.not_valid_after(now + datetime.timedelta(days=365 * YEARS))
-        for extension, is_critical in extensions:
-            builder = builder.add_extension(extension, critical=is_critical)
-        return builder.sign(signer, self.hashes.SHA256()).public_bytes(self.serialization.Encoding.PEM)
+    Args:
+        file: The file of the certificate.
+        key_file: The file of the key.
+        name: The name of the machine, or of a new authority.
+        extensions: Extensions of the certificate, each with whether it is critical.
+        authority: The folder of the authority that signs it; a new authority signs for itself.
+    """
+    x509, hashes, serialization, ec = load_cryptography()
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    subject = x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name)])
+    issuer, signer = subject, key
+    if authority is not None:
+        issuer = x509.load_pem_x509_certificate((authority / "ca.pem").read_bytes()).subject
+        signer = serialization.load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer)
+    builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
+    builder = builder.not_valid_after(now + datetime.timedelta(days=365 * YEARS))
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issuing = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    for extension, is_critical in [*extensions, (own, False), (issuing, False)]:
+        builder = builder.add_extension(extension, critical=is_critical)
+    write_new(file, builder.sign(signer, hashes.SHA256()).public_bytes(pem))
+    write_new(key_file, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain), secret=True)

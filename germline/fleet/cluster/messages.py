@@ -1,10 +1,11 @@
 """States, batches, gradients and members as messages, and checksums of States."""
 
+import hashlib
 import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,15 +17,14 @@ from germline.fleet.gradients import Scores, count_encoded_bytes, decode_rows, e
 from germline.fleet.protocol import TrainedMember
 from germline.objective import Batch
 from germline.optim.optimizers import Moments
-from germline.strategies import AnyStrategy, Wire, pack, unpack
+from germline.strategies import AnyStrategy, GradientStrategy, Wire, pack, unpack
 
 CHECKSUM_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def answer_to(head: Head, op: str, arrays: Sequence[bytes] = (), **about: Any) -> Message:
     """Return the answer to a job, which says what it is an answer to."""
-    echo = {key: head[key] for key in ("job", "chunk", "version", "kind", "first", "last")}
-    return Message({**echo, "op": op, **about}, arrays)
+    return Message({"op": op, "job": head["job"], "chunk": head["chunk"], **about}, arrays)
 
 
 def encode_tensor(array: Tensor) -> bytes:
@@ -32,11 +32,18 @@ def encode_tensor(array: Tensor) -> bytes:
     return array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def encode_state(value: Any) -> tuple[Any, list[Any], list[bytes]]:
-    """Return the tree of a State or any part of one, the layout of its arrays, and their bytes."""
+def encode_value(value: Any) -> Message:
+    """Return a State or any part of one as a message: its tree and the layout of its arrays, and their bytes."""
     tree, arrays = pack(value)
     layout = [[name, str(a.dtype).removeprefix("torch."), list(a.shape)] for name, a in arrays.items()]
-    return tree, layout, [encode_tensor(array) for array in arrays.values()]
+    return Message({"tree": tree, "layout": layout}, [encode_tensor(array) for array in arrays.values()])
+
+
+def encode_state(value: Any, version: str, *, is_whole: bool) -> Message:
+    """Return a State, or the fields of it that candidates are made of, as a message."""
+    about, contents = encode_value(value)
+    digest = hashlib.sha256(b"".join(contents)).hexdigest()
+    return Message({"op": "state", "version": version, "whole": is_whole, "sha256": digest, **about}, contents)
 
 
 def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.device) -> dict[str, Tensor]:
@@ -50,8 +57,8 @@ def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.d
 
 def encode_batch(batch: Batch, number: int) -> Message:
     """Return a batch as a message."""
-    tree, layout, contents = encode_state([list(batch.args), dict(batch.kwargs), batch.target])
-    return Message({"op": "batch", "batch": number, "tree": tree, "layout": layout, "size": batch.size}, contents)
+    about, contents = encode_value([list(batch.args), dict(batch.kwargs), batch.target])
+    return Message({"op": "batch", "batch": number, "size": batch.size, **about}, contents)
 
 
 def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> Batch:
@@ -61,8 +68,9 @@ def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> B
     return Batch(tuple(args), kwargs, target, head["size"])
 
 
-def encode_gradient(gradient: Tensor, wire: Wire) -> tuple[Wire, bytes]:
+def encode_gradient(gradient: Tensor, strategy: AnyStrategy) -> tuple[Wire, bytes]:
     """Return a gradient in few bits, where these are all that it has, and the type in which it is."""
+    wire = cast(GradientStrategy[Any], strategy).wire
     encoded = encode_rows(gradient[None], wire)
     if not torch.equal(decode_rows(encoded, gradient.numel(), wire, gradient.dtype)[0], gradient):
         wire, encoded = "float32", gradient[None].contiguous().view(torch.uint8)
@@ -93,27 +101,25 @@ def decode_scores(content: bytes, count: int) -> Scores:
 def encode_members(members: list[TrainedMember], *, with_moments: bool) -> list[bytes]:
     """Return members as arrays of a message."""
     rows = [[theta, moments if with_moments else None, score] for theta, moments, score in members]
-    tree, layout, contents = encode_state(rows)
-    return [json.dumps({"tree": tree, "layout": layout}).encode(), *contents]
+    about, contents = encode_value(rows)
+    return [json.dumps(about).encode(), *contents]
 
 
-def decode_members(arrays: Sequence[bytes], templates: list[Moments], has_moments: bool, like: Tensor) -> Any:
+def decode_members(arrays: Sequence[bytes], templates: list[Moments], like: Tensor) -> list[TrainedMember]:
     """Return the members of a message, or raise an error if they do not fit.
 
     Args:
         arrays: The message.
         templates: Moments of each member; if none are sent, these are its moments.
-        has_moments: Whether moments are sent.
         like: Weights of a member.
     """
     about = json.loads(arrays[0])
     tensors, members = decode_tensors(about["layout"], arrays[1:], like.device), []
     for item, template in zip(about["tree"]["list"], templates, strict=True):
         theta, moments, score = item["list"]
-        own = unpack(template, moments, tensors) if has_moments else template
+        own = unpack(template, moments, tensors) if moments is not None else template
         members.append(TrainedMember(tensors[theta["tensor"]], own, float(score)))
-        expected = TrainedMember(like, template, 0.0)
-        if shapes_of(members[-1]) != shapes_of(expected):
+        if shapes_of(members[-1]) != shapes_of([like, template]):
             raise BadInput("it answered with weights or moments of another shape")
     return members
 
@@ -123,29 +129,20 @@ def shapes_of(value: Any) -> list[Any]:
     return [(name, array.shape, array.dtype) for name, array in pack(value)[1].items()]
 
 
-def plain_items(tree: Any) -> list[Any]:
-    """Return the items of a packed State that hold no array: numbers, which are always sent."""
-    return [item for item in tree["items"] if '"tensor"' not in json.dumps(item[1])]
+def candidate_fields(strategy: AnyStrategy, state: Any) -> dict[str, Any]:
+    """Return the fields of a State that candidates are made of: what ``ask`` reads, and plain numbers.
 
-
-def fields_to_check(strategy: AnyStrategy, state: Any) -> list[str]:
-    """Return the fields of a State that its checksum covers: what ``ask`` reads, and plain numbers.
-
-    A worker that was sent weights has no other fields.
+    A worker that was sent weights has no other fields, and its checksum covers these.
     """
-    plain = {name for name, _ in plain_items(pack(state)[0])}
-    return [f.name for f in fields(state) if f.name in (*strategy.ask_arrays, "theta") or f.name in plain]
+    values = {f.name: getattr(state, f.name) for f in fields(state)}
+    names = (*strategy.ask_arrays, "theta")
+    return {name: value for name, value in values.items() if name in names or not pack(value)[1]}
 
 
-def checksum(names: Sequence[str], state: Any) -> int:
-    """Return the sum of all bits of some fields of a State, as numbers: quick, and the same on every device."""
-    tree, tensors = pack({name: getattr(state, name) for name in names})
-    return sum(map(sum_bits, tensors.values())) + zlib.crc32(json.dumps(plain_items(tree)).encode())
-
-
-def sum_member_bits(theta: Tensor, moments: Moments) -> int:
-    """Return the sum of the bits of a member's weights and moments."""
-    return sum(map(sum_bits, pack([theta, moments])[1].values()))
+def checksum(value: Any) -> int:
+    """Return the sum of all bits of a member or a part of a State, as numbers: quick, and the same on every device."""
+    tree, tensors = pack(value)
+    return sum(map(sum_bits, tensors.values())) + zlib.crc32(json.dumps(tree).encode())
 
 
 def sum_bits(array: Tensor) -> int:

@@ -1,6 +1,7 @@
 """Workers as processes: 'germline worker', which keeps a Dask worker connected, and those that a coordinator starts."""
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -8,14 +9,14 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from germline.errors import BadInput
-from germline.fleet.cluster.dask import TOPIC, load_dask, make_security
+from germline.fleet.cluster.dask import TOPIC, complete_address, load_dask, make_security
 from germline.fleet.cluster.scheduler_process import LOCAL, SETTINGS
 from germline.fleet.cluster.worker import Responder
 
@@ -77,106 +78,84 @@ class RefusedError(BadInput):
     """The coordinator has turned this worker away."""
 
 
-@dataclass
-class WorkerProcess:
-    """A Dask worker that connects again when its scheduler is gone.
-
-    It listens on the loopback interface alone, because no process connects to it.
-    """
-
-    address: str
-    responder: Responder
-    keys: Path | None = None
-    pause: float = PAUSES[0]
-
-    async def run(self) -> None:
-        """Work until the run has ended, or the coordinator turns this worker away."""
-        distributed, say = load_dask(), self.responder.say
-        security = make_security(self.keys)
-        address = f"{'tcp' if security is None else 'tls'}://{self.address}"
-        loop, end = asyncio.get_running_loop(), asyncio.Event()
-        reasons: list[str | None] = []
-
-        def note_end(reason: str | None) -> None:
-            reasons.append(reason)
-            loop.call_soon_threadsafe(end.set)
-
-        self.responder.on_end = note_end
-        while True:
-            try:
-                await self._try_connection(address, security)
-                if await self._work(distributed, address, security, end):
-                    break
-                say("the coordinator is gone; trying again")
-                self.pause = PAUSES[0]
-            except (OSError, TimeoutError, RuntimeError) as error:
-                if self.pause == PAUSES[0]:
-                    hint = "" if self.keys is not None else ", or it asks for keys (--keys)"
-                    say(f"there is no coordinator at {self.address}{hint} ({first_line(error)}); trying again")
-            if ONCE in os.environ:
-                raise SystemExit(1)
-            await asyncio.sleep(self.pause * random.uniform(0.7, 1.3))
-            self.pause = min(PAUSES[1], 2 * self.pause)
-        if reasons[0] is not None:
-            raise RefusedError(f"The coordinator has turned this worker away: {reasons[0]}.")
-        say("the run has ended")
-
-    async def _try_connection(self, address: str, security: Any) -> None:
-        """Connect once, and raise an error if that cannot succeed with these keys."""
-        from distributed.comm import connect
-
-        options = security.get_connection_args("worker") if security is not None else {}
-        try:
-            comm = await asyncio.wait_for(connect(address, timeout=10, **options), 20)  # type: ignore[no-untyped-call]
-            await comm.close()
-        except OSError as error:
-            if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in list_causes(error)):
-                raise RefusedError(OTHER_AUTHORITY.format(self.address, self.keys)) from error
-            raise
-
-    async def _work(self, distributed: Any, address: str, security: Any, end: asyncio.Event) -> bool:
-        """Be a worker of a scheduler until it is gone or the run has ended; return whether it has ended."""
-        with tempfile.TemporaryDirectory(prefix="germline-worker-") as folder:
-            where = {"host": "127.0.0.1", "dashboard_address": LOCAL, "local_directory": folder}
-            worker = distributed.Worker(address, nthreads=1, memory_limit=0, security=security, **where)
-            worker.extensions[TOPIC] = self.responder
-            await worker
-            waiting = [asyncio.ensure_future(work) for work in (worker.finished(), end.wait())]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in waiting:
-                task.cancel()
-            await worker.close(timeout=2)
-        return end.is_set()
-
-
 def run_worker(address: str, responder: Responder, *, keys: Path | None = None) -> None:
     """Work for a coordinator until its run has ended."""
-    import logging
-
+    load_dask()
     import dask
 
-    load_dask()
+    url = complete_address(address, has_keys=keys is not None)
+    responder.fleet.find_device()  # a device that this machine does not have is an error before a connection
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     dask.config.set(SETTINGS)
-    worker = WorkerProcess(address, responder, keys)
-
-    async def main() -> None:
-        task = asyncio.ensure_future(worker.run())
-        if sys.platform != "win32":
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        await task
-
     with suppress(asyncio.CancelledError):
-        asyncio.run(main())
+        asyncio.run(keep_working(url, responder, keys))
 
 
-def list_causes(error: BaseException | None) -> list[BaseException]:
-    """Return an error, what it was raised from, and so on."""
-    causes: list[BaseException] = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
+async def keep_working(url: str, responder: Responder, keys: Path | None) -> None:
+    """Be a Dask worker until the run has ended, or the coordinator turns it away; connect again if it is gone."""
+    security, say, pause = make_security(keys), responder.say, PAUSES[0]
+    loop, task, end = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    if sys.platform != "win32" and task is not None:
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    reasons: list[str | None] = []
+
+    def note_end(reason: str | None) -> None:
+        reasons.append(reason)
+        loop.call_soon_threadsafe(end.set)
+
+    responder.on_end = note_end
+    while True:
+        try:
+            await try_connection(url, security, keys)
+            await work_for_scheduler(url, security, responder, end)
+            if end.is_set():
+                break
+            say("the coordinator is gone; trying again")
+            pause = PAUSES[0]
+        except RefusedError:
+            raise
+        except (OSError, RuntimeError, ValueError) as error:  # tornado's, if only one side has keys
+            if pause == PAUSES[0]:
+                hint = ", or it uses no keys" if keys is not None else ", or it asks for keys (--keys)"
+                say(f"there is no coordinator at {url}{hint} ({first_line(error)}); trying again")
+        if ONCE in os.environ:
+            raise SystemExit(1)
+        await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+        pause = min(PAUSES[1], 2 * pause)
+    if reasons[0] is not None:
+        raise RefusedError(f"The coordinator has turned this worker away: {reasons[0]}.")
+    say("the run has ended")
+
+
+async def try_connection(url: str, security: Any, keys: Path | None) -> None:
+    """Connect once, and raise an error if that cannot succeed with these keys."""
+    from distributed.comm import connect
+
+    options = security.get_connection_args("worker") if security is not None else {}
+    try:
+        connection = connect(url, timeout=10, **options)  # type: ignore[no-untyped-call]
+        await (await asyncio.wait_for(connection, 20)).close()
+    except OSError as error:
+        if ssl.SSLCertVerificationError.__name__ in "".join(traceback.format_exception(error)):  # it is the cause
+            raise RefusedError(OTHER_AUTHORITY.format(url, keys)) from error
+        raise
+
+
+async def work_for_scheduler(url: str, security: Any, responder: Responder, end: asyncio.Event) -> None:
+    """Be a worker of a scheduler until it is gone or the run has ended.
+
+    The worker listens on the loopback interface alone, because no process connects to it.
+    """
+    with tempfile.TemporaryDirectory(prefix="germline-worker-") as folder:
+        about = {"host": "127.0.0.1", "dashboard_address": LOCAL, "local_directory": folder, "security": security}
+        worker = load_dask().Worker(url, nthreads=1, memory_limit=0, **about)
+        worker.extensions[TOPIC] = responder
+        await worker
+        waiting = [asyncio.ensure_future(work) for work in (worker.finished(), end.wait())]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        await worker.close(timeout=2)
 
 
 def first_line(error: BaseException) -> str:

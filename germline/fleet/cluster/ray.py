@@ -11,6 +11,7 @@ that has died has left, and another one joins in its place if the node is still 
 
 import itertools
 import logging
+import os
 import queue
 import socket
 import threading
@@ -29,6 +30,8 @@ INLINE = 100 << 10  # bytes of a call's arrays; larger ones go through the objec
 LOOK = 1.0  # seconds between looks at the nodes
 CONNECT = 10.0  # seconds for the first connection: Ray tries for two minutes and then ends the process
 
+Place = tuple[str, int]  # a node, and a number there
+
 
 class Answers:
     """The actor: it answers the messages of one coordinator, one after another.
@@ -37,7 +40,9 @@ class Answers:
     have to keep what has been copied to bytes.
     """
 
-    def __init__(self, responder: str, threads: int) -> None:
+    def __init__(self, responder: str, threads: int, gpus: int) -> None:
+        if not gpus:  # the node may have one that Ray was told not to use
+            os.environ.setdefault("GERMLINE_DEVICE", "cpu")
         self.responder = resolve_name(responder)(threads, is_shared=False)
 
     def answer(self, head: Head, arrays: Sequence[Any]) -> tuple[Head, list[PickleBuffer]] | None:
@@ -70,9 +75,8 @@ class RayBackend(Backend):
         self.actor_class = self.ray.remote(max_restarts=0, enable_task_events=False)(Answers)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.numbers = itertools.count(1)
-        self.places: dict[tuple[str, int], str | None] = {}  # a node and a number there: its worker, or None for ever
         self.actors: dict[str, Any] = {}
-        self.joined: set[str] = set()
+        self.places: dict[str, Place] = {}  # of workers, and of those that could not start
         self.uploads: dict[int, tuple[Sequence[bytes], Any]] = {}  # of calls that have not ended
         self.lock = threading.RLock()  # calls end in another thread
         self.last_look = 0.0
@@ -83,25 +87,30 @@ class RayBackend(Backend):
                 socket.create_connection(parse_address(address), CONNECT).close()
             self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, RuntimeError) as error:
-            raise BadInput(f"Cannot join the Ray cluster at {address or 'this machine'}: {error}") from error
+            reason = f"Cannot join the Ray cluster at {address or 'this machine'}: {str(error).rstrip('.')}"
+            advice = "Check the address, that this machine is a node of the cluster, and that it has its token"
+            raise BadInput(f"{reason}. {advice}.") from error
 
     def look(self) -> None:
         if time.monotonic() - self.last_look < LOOK:
             return
         self.last_look = time.monotonic()
-        for node in self.ray.nodes():
-            if node["Alive"]:
-                self._start_actors(node)
+        nodes = {node["NodeID"]: node for node in self.ray.nodes() if node["Alive"]}
+        with self.lock:
+            for worker in [worker for worker, (node, _) in self.places.items() if node not in nodes]:
+                self._drop_actor(worker, "its node has left", can_start=True)  # without a call it would not be missed
+            for about in nodes.values():
+                self._start_actors(about)
 
     def _start_actors(self, node: dict[str, Any]) -> None:
         cpus, gpus = (int(node["Resources"].get(kind, 0)) for kind in ("CPU", "GPU"))
         count = gpus or min(1, cpus)
         pin = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         needs = {"num_gpus": min(1, gpus), "num_cpus": 0 if gpus else 1, "scheduling_strategy": pin}
-        for place in {(node["NodeID"], index) for index in range(count)} - set(self.places):
-            name = self.places[place] = f"{node['NodeManagerHostname']}-{next(self.numbers)}"
-            actor = self.actor_class.options(**needs).remote(self.responder, max(1, cpus // count))
-            self.actors[name] = actor
+        for place in {(node["NodeID"], index) for index in range(count)} - set(self.places.values()):
+            name = f"{node['NodeManagerHostname']}-{next(self.numbers)}"
+            actor = self.actor_class.options(**needs).remote(self.responder, max(1, cpus // count), gpus)
+            self.actors[name], self.places[name] = actor, place
             self._expect(name, actor.__ray_ready__.remote())
 
     def submit(self, worker: str, message: Message) -> None:
@@ -132,10 +141,9 @@ class RayBackend(Backend):
                 self._drop_actor(worker, reason, can_start=not getattr(error, "actor_init_failed", False))
             elif error is not None:
                 self.events.put(Event("failed", worker, Message({"reason": reason})))
-            elif worker not in self.joined:  # it has been made
-                self.joined.add(worker)
+            elif future.result() is True:  # it has been made
                 self.events.put(Event("joined", worker))
-            elif isinstance(future.result(), tuple):
+            elif future.result() is not None:
                 head, arrays = future.result()
                 self.events.put(Event("answered", worker, Message(head, list(map(bytes, arrays)))))
 
@@ -143,15 +151,12 @@ class RayBackend(Backend):
         """Forget a worker that has died; the next look starts another one in its place if that one could start."""
         if self.actors.pop(worker, None) is None:
             return
-        place = next(place for place, name in self.places.items() if name == worker)
         if can_start:
-            del self.places[place]
+            del self.places[worker]
         else:
-            self.places[place] = None
             reason = f"no worker can start, Germline must be installed there: {reason}"
             self.events.put(Event("failed", worker, Message({"reason": reason})))
-        if worker in self.joined:
-            self.events.put(Event("left", worker))
+        self.events.put(Event("left", worker))
 
     def close(self) -> None:
         while self.actors:

@@ -9,9 +9,9 @@ import asyncio
 import json
 import logging
 import os
-import subprocess
 import sys
 from contextlib import suppress
+from subprocess import PIPE, Popen
 from typing import Any
 
 SETTINGS = {
@@ -36,14 +36,12 @@ class SchedulerProcess:
 
     def __init__(self, host: str, port: int, security: dict[str, Any] | None = None, timeout: float = 15.0) -> None:
         self.options = {"host": host, "port": port, "security": security, "timeout": timeout}
-        self.process: subprocess.Popen[bytes] | None = None
         self.address = self._start()
         self.options["port"] = int(self.address.rpartition(":")[2])
 
     def _start(self) -> str:
         command = [sys.executable, "-P", __file__, json.dumps(self.options)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process = subprocess.Popen(command, start_new_session=True, **pipes)  # type: ignore[call-overload]
+        self.process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
         assert self.process.stdout is not None
         word, _, text = self.process.stdout.readline().decode().strip().partition(" ")
         if word != "address":
@@ -53,17 +51,15 @@ class SchedulerProcess:
 
     def keep_running(self) -> None:
         """Start the scheduler again, at the same address, if it has ended."""
-        if self.process is not None and self.process.poll() is not None:
-            self.process.communicate()
+        if self.process.poll() is not None:
+            self.end()
             with suppress(OSError):  # the next attempt may succeed
                 self._start()
 
     def end(self) -> None:
         """End the scheduler."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.communicate()
-            self.process = None
+        self.process.terminate()
+        self.process.communicate()
 
 
 async def run_scheduler(options: dict[str, Any]) -> None:
@@ -74,6 +70,7 @@ async def run_scheduler(options: dict[str, Any]) -> None:
 
     logging.getLogger("distributed").setLevel(logging.CRITICAL + 1)
     logging.getLogger("distributed.comm").setLevel(logging.WARNING)
+    logging.getLogger("tornado").setLevel(logging.CRITICAL + 1)  # tracebacks about clients that are no workers
     dask.config.set(SETTINGS | {"distributed.scheduler.worker-ttl": f"{options['timeout']} s"})
     security = None if options["security"] is None else Security(**options["security"])  # type: ignore[no-untyped-call]
     protocol = "tcp://" if security is None else "tls://"

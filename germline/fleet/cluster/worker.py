@@ -73,8 +73,8 @@ class Responder:
     def answer(self, message: Message) -> Message | None:
         """Return the answer to a message, if it needs one."""
         head, op = message.head, message.head["op"]
-        if op in ("hello", "ping"):
-            return Message(self._introduce() if op == "hello" else {"op": "pong"})
+        if op == "hello":
+            return Message(self._introduce())
         with self.turn:
             if op in ("end", "refused"):
                 self.followers.pop(head["token"], None)
