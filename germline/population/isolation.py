@@ -71,7 +71,11 @@ def set_exact(device_type: str) -> Iterator[None]:
     # whether the result is right; there is nothing for the user to do.
     enable_warnings: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", lambda enabled: None)
     had_warnings = vmap_warns()
+    # The checks in torch's Python code import sympy at the first call, which takes half a second.
+    check: Any = getattr(torch, "_check_with", None)
     try:
+        if check is not None:
+            torch._check_with = lambda error, passed, message: passed is True or check(error, passed, message)
         for owner, name in flags:
             setattr(owner, name, False)
         torch.backends.mha.set_fastpath_enabled(False)
@@ -80,6 +84,8 @@ def set_exact(device_type: str) -> Iterator[None]:
         with sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
             yield
     finally:
+        if check is not None:
+            torch._check_with = check
         enable_warnings(had_warnings)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for (owner, name), value in zip(flags, before, strict=True):
