@@ -2,9 +2,10 @@
 
     python benchmarks/startup.py [--against CHECKOUT] [--repeats 5]
 
-Each number is the least of several runs, in seconds of wall-clock time and of processor time; the latter depends less on
-what else the machine does. Cold is the first run after an installation, which compiles Germline's modules and kernels.
-The packages are copied to a temporary folder, so caches of earlier runs play no part and none are left behind.
+Each number is the least of several runs, in seconds of wall-clock time and, in parentheses, of processor time, which
+depends less on what else the machine does. Cold is the first run after an installation, which compiles Germline's
+modules and kernels. The packages are copied to a temporary folder: caches of earlier runs play no part, and none are
+left behind.
 """
 
 import argparse
@@ -18,7 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
-IMPORT = "import time, torch; w, c = time.perf_counter(), time.process_time(); {}; print(time.perf_counter() - w, time.process_time() - c)"
+IMPORT = """import time, torch
+wall, processor = time.perf_counter(), time.process_time()
+{}
+print(time.perf_counter() - wall, time.process_time() - processor)"""
 Seconds = tuple[float, float]  # by the clock, and of the processor
 
 
@@ -47,12 +51,11 @@ def time_help(package: Path) -> Seconds:
 
 def time_first_generation(package: Path) -> Seconds:
     """Return the seconds from the command to the line that reports the first generation, which is then on disk."""
-    words = [sys.executable, "-u", "-m", "germline", "train", "digits", "--device", "cpu", "--generations", "1000000"]
+    words = [sys.executable, "-m", "germline", "train", "digits", "--device", "cpu", "--generations", "1000000"]
     with tempfile.TemporaryDirectory() as runs:
+        words += ["--runs", runs]
         began = time.perf_counter()
-        process = subprocess.Popen(
-            [*words, "--runs", runs], env=environment(package), stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(words, env=environment(package), stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         lines: list[str] = []
         for line in process.stderr:

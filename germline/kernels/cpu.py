@@ -46,8 +46,15 @@ if find_spec("scipy") is not None:  # Numba would import SciPy, which takes long
 
 
 def compile_kernel(function: Function) -> Function:
-    """Return a function compiled by Numba at its first call, or loaded from Numba's cache on disk."""
-    return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
+    """Return a function compiled by Numba at its first call, or loaded from Numba's cache on disk.
+
+    Numba caches in ``NUMBA_CACHE_DIR``, in ``__pycache__`` next to this file or, where that cannot be written, in the
+    user's cache folder. Where none of them can be written, every process compiles.
+    """
+    try:
+        return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
+    except RuntimeError:
+        return cast(Function, numba.njit(nogil=True, boundscheck=False)(function))
 
 
 @intrinsic
