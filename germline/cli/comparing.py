@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Exit, Option
 
 from germline.cli.app import command, print_table
 from germline.cli.options import ComparisonOptions, MachineOptions, OutputOptions, RecipeName, StopOptions, StrategyName
@@ -111,14 +111,19 @@ def show_comparison(comparison: "Comparison", metric: str | None, title: str, *,
     chosen = comparing.choose_metric(trials, metric)
     file = comparison.folder / "report.html"
     rows = comparing.write_comparison(trials, chosen, file, title)
+    cells = [comparing.format_row(row) for row in rows if "median" in row]
     if as_json:
         print(json.dumps({"metric": chosen, "report": str(file), "rows": rows}))
-        return
-    cells = [comparing.format_row(row) for row in rows if "median" in row]
-    width = None if sys.stdout.isatty() else WIDTH
-    print_table(comparing.column_names(chosen), cells, width, box=None, pad_edge=False)
-    print(comparing.explain_table(comparison.seeds))
-    for row in rows:
-        if "failure" in row:
-            print(f"{row['variant']}: {row['failure']}")
-    print(f"report: {file}")
+    else:
+        if cells:
+            width = None if sys.stdout.isatty() else WIDTH
+            print_table(comparing.column_names(chosen), cells, width, box=None, pad_edge=False)
+            print(comparing.explain_table(comparison.seeds))
+            print(comparing.describe_winner(rows, chosen))
+        for row in rows:
+            if "failure" in row:
+                print(f"{row['variant']}: {row['failure']}")
+        print(f"report: {file}")
+    if not cells:
+        print("error: all runs failed", file=sys.stderr)
+        raise Exit(1)
