@@ -1,16 +1,22 @@
 """The first hour at the command line: what commands import, refuse, say and write."""
 
+import json
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from typer.testing import CliRunner
 
 import germline as gl
-from germline.cli import completion
+from germline.cli import completion, doctor
+from germline.cli.app import app
+from germline.cli.costs import Cost, recommend
 from germline.population.flops import count_products
 
 GERMLINE = [sys.executable, "-m", "germline"]
@@ -24,6 +30,46 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 """
+
+NORMED = """
+import torch
+from torch import nn
+import germline as gl
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.first.bias.requires_grad_(False)
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x))) * self.scale
+
+def right(output, target):
+    return (output.argmax(-1) == target).float().mean()
+
+def recipe(*, seed: int = 0, has_loss: bool = True):
+    x = torch.linspace(-1, 1, 300).reshape(100, 3)
+    y = (x.sum(1) > 0).long()
+    baseline = nn.functional.cross_entropy if has_loss else None
+    return gl.Recipe(gl.seeded(seed, Net), (x, y), test=(x, y), score=right, metrics={"right": right}, batch_size=32,
+                     strategy=gl.OpenAIES(population=16), generations=6, baseline_loss=baseline)
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "normed.py").write_text(NORMED)
+    return tmp_path
+
+
+def invoke(*words: str, code: int = 0) -> tuple[str, str]:
+    """Run the command line in this process; return what it writes to standard output and standard error."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output + result.stderr
+    return result.stdout, result.stderr
 
 
 def call(
@@ -160,3 +206,91 @@ def test_products_are_counted_as_torch_counts_them() -> None:
             module(given)
         with torch.no_grad():
             assert count_products(partial(module, given)) == counter.get_total_flops()
+
+
+def test_resume_with_fewer_generations_says_so(here: Path) -> None:
+    invoke("train", "normed.py", "--name", "r")
+    again = ("resume", "runs/r", "--recipe", "normed.py")
+    _, error = invoke(*again, "--generations", "5", code=2)
+    assert "The run has 6 generations already: give --generations above 6." in error
+    assert "reached its limit of 6 generations" in invoke(*again)[1]
+    assert "note:" not in invoke(*again, "--generations", "7")[1]
+
+
+def test_replay_exports_the_whole_model_and_overwrites_nothing(here: Path) -> None:
+    invoke("train", "normed.py", "--name", "r")
+    words = ["replay", "runs/r", "--generation", "6"]
+    output, _ = invoke(*words, "--recipe", "normed.py", "--export", "whole.safetensors", "--json")
+    assert json.loads(output)["content"] == "model"
+    whole, trained = load_file("whole.safetensors"), load_file("runs/r/model.safetensors")
+    assert {"first.bias", "scale", "norm.running_mean"} < set(whole) == set(trained)
+    assert all(torch.equal(whole[name], trained[name]) for name in trained)
+    assert not torch.equal(whole["norm.running_mean"], torch.zeros(4))
+    output, _ = invoke(*words, "--export", "weights.safetensors")
+    assert "the trainable weights (for the whole model, give --recipe) in weights.safetensors" in output
+    trainable = {"first.weight", "norm.weight", "norm.bias", "last.weight", "last.bias"}
+    assert set(load_file("weights.safetensors")) == trainable
+    before = Path("whole.safetensors").read_bytes()
+    _, error = invoke(*words, "--export", "whole.safetensors", code=2)
+    assert "whole.safetensors exists already" in error
+    assert Path("whole.safetensors").read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:The loss of a batch is not the mean")  # of a net with batch norm
+def test_a_baseline_for_a_score_without_a_gradient(here: Path) -> None:
+    output, _ = invoke("train", "normed.py", "--baseline", "--name", "r", "--generations", "3")
+    assert "test right: " in output
+    assert "by backprop on the same net and data" in output
+    invoke("verify", "runs/r-backprop", "--recipe", "normed.py")
+    _, error = invoke("train", "normed.py", "--baseline", "--set", "recipe.has_loss=false", code=2)
+    assert "The loss has no gradient" in error
+    assert "The recipe has no baseline_loss for backprop either: name one with gl.Recipe(..., baseline_loss=" in error
+    assert not Path("runs/normed-openai-es-0").exists()
+
+
+def test_a_comparison_of_which_all_runs_failed_is_a_failure(tmp_path: Path) -> None:
+    words = ["compare", "threshold-digits", "--strategies", "gradient", "--generations", "2", "--seeds", "1"]
+    done = call(*words, "--set", "recipe.weights=binary", "--runs", str(tmp_path), code=1)
+    assert "all runs failed" in done.stderr
+    assert "gradient: error: The loss has no gradient" in done.stdout
+
+
+def test_a_plan_recommends_no_more_workers_than_help() -> None:
+    def cost(workers: int, seconds: float) -> Cost:
+        return Cost("replay", workers, seconds, seconds, 0.0, 0.0, 0.0, 0.0, 0, 0.0)
+
+    rows = [cost(1, 1.0), cost(2, 0.6), cost(4, 0.52), cost(8, 0.5), cost(96, 0.7)]
+    advice = "Use replay for 4 workers: a generation takes 0.52 s. More workers than 4 gain less than 5 %."
+    assert recommend(rows) == advice
+    assert recommend([rows[0], rows[-1]]) == "Use replay for 96 workers: a generation takes 0.70 s."
+
+
+def test_the_doctor_names_the_processor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "measure_noise", lambda device: {})
+    monkeypatch.setattr(doctor, "measure_generation", lambda device, rank: "")
+    findings = doctor.examine()
+    assert "threads" in findings["cpu"]
+    assert not [name for name, finding in findings.items() if name == finding]
+    assert sum(str(finding).startswith(findings["cpu"]) for finding in findings.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ndef recipe(:\n", "SyntaxError: invalid syntax ({file}, line 2)"),
+        ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module' ({file}, line 1)"),
+        ("\nimport json\njson.loads('{')\n", "({file}, line 3)"),
+        ("import torch\ndef recipe():\n    torch.nn.Linear('x', 1)\n", "({file}, line 3)"),
+    ],
+    ids=["syntax", "import", "library", "function"],
+)
+def test_errors_in_a_recipe_file_show_its_own_line(here: Path, text: str, message: str) -> None:
+    file = here / "broken.py"
+    file.write_text(text)
+    _, error = invoke("train", "broken.py", code=2)
+    assert message.format(file=file) in error
+    assert "importlib" not in error
+    module = f"broken_{hash(text) % 10**6}"
+    file.with_name(f"{module}.py").write_text(text + "1 / 0\n")
+    _, error = invoke("train", "digits", "--strategy", f"{module}:Mine", code=2)
+    assert f"{here}/{module}.py, line " in error

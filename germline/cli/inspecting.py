@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,24 +23,30 @@ def replay(
     run: RunPath,
     again: AgainOptions,
     generation: Annotated[int, Option(help="how many generations to replay; 0 is the beginning")],
-    export: Annotated[Path, Option(metavar="FILE.safetensors", help="file to write the weights to")],
+    export: Annotated[Path, Option(metavar="FILE.safetensors", help="file to write the model to")],
     json_: AsJson = False,
 ) -> None:
-    """Write the weights of any generation, from the journal."""
+    """Write the model of any generation, from the journal."""
     from germline.engine import replay as replaying
-    from germline.engine.export import export_theta
+    from germline.engine.export import export_model, export_theta
     from germline.genome import theta_sha256
 
     if generation < 0:
         raise BadInput(f"There is no generation {generation}.")
-    session = open_run(run, again)
+    if export.exists():
+        raise BadInput(f"{export} exists already, and nothing is overwritten: give another file with --export.")
+    session = open_run(run, again, with_recipe=True)
     replaying.replay(session, until=generation)
-    theta = session.state.theta
-    export_theta(session.scorer.genome, theta, export)
-    digest = theta_sha256(theta)
+    theta, is_whole = session.state.theta, session.recipe is not None
+    if is_whole:
+        export_model(session.model(), export)
+    else:
+        export_theta(session.scorer.genome, theta, export)
+    digest, content = theta_sha256(theta), "model" if is_whole else "trainable weights"
     about = {"run": str(run), "generation": generation, "theta_sha256": digest, "export": str(export)}
-    text = f"generation {generation} of {run}: {export}, theta_sha256 {digest}"
-    print(json.dumps(about) if json_ else text)
+    what = "the whole model" if is_whole else "the trainable weights (for the whole model, give --recipe)"
+    text = f"generation {generation} of {run}: {what} in {export}, theta_sha256 {digest}"
+    print(json.dumps(about | {"content": content}) if json_ else text)
 
 
 @command
@@ -53,8 +60,15 @@ def verify(run: RunPath, again: AgainOptions, json_: AsJson = False) -> None:
     print(json.dumps({"run": str(run), **checked}) if json_ else text)
 
 
-def open_run(run: Path, again: AgainOptions) -> "Session":
-    """Open a run to be replayed: from its journal alone, where that is enough."""
+def open_run(run: Path, again: AgainOptions, *, with_recipe: bool = False) -> "Session":
+    """Open a run to be replayed: from its journal alone, where that is enough.
+
+    Args:
+        run: The directory of the run.
+        again: What the user has given again.
+        with_recipe: Whether the recipe is used where it is known, and its data is on this machine.
+    """
+    from germline.data import MissingDataError
     from germline.engine import opening
     from germline.engine.header import find_class
     from germline.engine.journal import Journal
@@ -65,6 +79,9 @@ def open_run(run: Path, again: AgainOptions) -> "Session":
     given = again.find_strategy()
     if find_class(header, given).kind != "evolve":
         return opening.rebuild(again.build_recipe(header, str(run)), journal, Local(header["device"]))
+    if with_recipe and again.knows_recipe(header):
+        with suppress(MissingDataError):
+            return opening.rebuild(again.build_recipe(header, str(run)), journal, Local("cpu"))
     has_functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
     if has_functions:
         given = again.build_recipe(header, str(run)).strategy

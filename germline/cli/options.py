@@ -151,6 +151,12 @@ class AgainOptions:
 
         return find_strategy(self.strategy)() if self.strategy is not None else None
 
+    def knows_recipe(self, header: Mapping[str, Any]) -> bool:
+        """Return whether the recipe of a run is part of this package, or the user has given it again."""
+        from germline.recipes import RECIPES
+
+        return self.recipe is not None or header["recipe"] in RECIPES
+
     def build_recipe(self, header: Mapping[str, Any], run: str) -> "Recipe":
         """Return the recipe of a run, with its strategy.
 
@@ -178,7 +184,7 @@ class AgainOptions:
 class ComparisonOptions:
     """Runs that are compared."""
 
-    metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the test set)")] = None
+    metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the dev set)")] = None
     jobs: Annotated[int, Option(min=1, help="number of runs at the same time")] = 1
     workers: Annotated[int | None, Option(help="number of threads of each run")] = None
 

@@ -103,8 +103,14 @@ def resume(
     journal = Journal.open(run) if chosen.group.owns_journal else None
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
     session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
-    limits = stop.limits()
-    limits = limits if limits != Stop() else Stop.from_header(header["stop"])
+    given = stop.limits()
+    if given.generations is not None and given.generations < session.generation:
+        done = f"The run has {session.generation} generations already"
+        raise BadInput(f"{done}: give --generations above {session.generation}.")
+    limits = given if given != Stop() else Stop.from_header(header["stop"])
+    if limits is not given and limits.generations == session.generation and session.fleet.group.rank == 0:
+        reached = f"the run has reached its limit of {limits.generations} generations"
+        print(f"note: {reached}; to go on, give --generations above it", file=sys.stderr)
     run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)
 
 
@@ -203,7 +209,13 @@ def check_baseline(recipe: "Recipe", path: Path, fleet: "Fleet") -> None:
         raise BadInput(f"{path} exists already: give another --name.")
     session = opening.set_up(recipe, fleet, seed=0)
     session.prepare(session.batch(0))
-    Differentiate().differentiate(session, 0, session.batch(0), {})
+    try:
+        Differentiate().differentiate(session, 0, session.batch(0), {})
+    except BadInput as error:
+        if recipe.baseline_loss is not None:
+            raise
+        advice = "name one with gl.Recipe(..., baseline_loss=...), or leave out --baseline"
+        raise BadInput(f"{error} The recipe has no baseline_loss for backprop either: {advice}.") from None
 
 
 def resume_command(session: "Session", strategy: str | None, fleet: options.FleetOptions | None) -> str:
