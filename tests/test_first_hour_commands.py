@@ -18,6 +18,7 @@ from germline.cli import completion, doctor
 from germline.cli.app import app
 from germline.cli.costs import Cost, recommend
 from germline.population.flops import count_products
+from germline.recipes import RECIPES
 
 GERMLINE = [sys.executable, "-m", "germline"]
 REFUSE = """
@@ -121,7 +122,6 @@ assert not [name for name in late if name in sys.modules], [name for name in lat
 
 
 def test_shells_complete_recipes_and_strategies(tmp_path: Path) -> None:
-    from germline.recipes import RECIPES
     from germline.strategies import STRATEGIES
 
     assert set(completion.RECIPES) == set(RECIPES)
@@ -227,13 +227,27 @@ def test_replay_exports_the_whole_model_and_overwrites_nothing(here: Path) -> No
     assert all(torch.equal(whole[name], trained[name]) for name in trained)
     assert not torch.equal(whole["norm.running_mean"], torch.zeros(4))
     output, _ = invoke(*words, "--export", "weights.safetensors")
-    assert "the trainable weights (for the whole model, give --recipe) in weights.safetensors" in output
+    assert "the trainable weights (the whole model needs the recipe) in weights.safetensors" in output
     trainable = {"first.weight", "norm.weight", "norm.bias", "last.weight", "last.bias"}
     assert set(load_file("weights.safetensors")) == trainable
     before = Path("whole.safetensors").read_bytes()
     _, error = invoke(*words, "--export", "whole.safetensors", code=2)
     assert "whole.safetensors exists already" in error
     assert Path("whole.safetensors").read_bytes() == before
+
+
+def test_replay_needs_no_data(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    invoke("train", "digits", "--set", "recipe.hidden=4", "--generations", "2", "--name", "r")
+    words = ["replay", "runs/r", "--generation", "1", "--json", "--export"]
+    assert json.loads(invoke(*words, "whole.safetensors")[0])["content"] == "model"
+
+    def fail(*, hidden: int, seed: int) -> None:
+        raise gl.BadInput("There are no digits here.")
+
+    monkeypatch.setitem(RECIPES, "digits", fail)
+    output, error = invoke(*words, "weights.safetensors")
+    assert json.loads(output)["content"] == "trainable weights"
+    assert "note: the journal is replayed without the recipe: There are no digits here." in error
 
 
 @pytest.mark.filterwarnings("ignore:The loss of a batch is not the mean")  # of a net with batch norm

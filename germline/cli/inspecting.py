@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import json
-from contextlib import suppress
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +44,7 @@ def replay(
         export_theta(session.scorer.genome, theta, export)
     digest, content = theta_sha256(theta), "model" if is_whole else "trainable weights"
     about = {"run": str(run), "generation": generation, "theta_sha256": digest, "export": str(export)}
-    what = "the whole model" if is_whole else "the trainable weights (for the whole model, give --recipe)"
+    what = "the whole model" if is_whole else "the trainable weights (the whole model needs the recipe)"
     text = f"generation {generation} of {run}: {what} in {export}, theta_sha256 {digest}"
     print(json.dumps(about | {"content": content}) if json_ else text)
 
@@ -66,9 +66,8 @@ def open_run(run: Path, again: AgainOptions, *, with_recipe: bool = False) -> "S
     Args:
         run: The directory of the run.
         again: What the user has given again.
-        with_recipe: Whether the recipe is used where it is known, and its data is on this machine.
+        with_recipe: Whether the recipe is used where it is known and can be made on this machine.
     """
-    from germline.data import MissingDataError
     from germline.engine import opening
     from germline.engine.header import find_class
     from germline.engine.journal import Journal
@@ -80,8 +79,12 @@ def open_run(run: Path, again: AgainOptions, *, with_recipe: bool = False) -> "S
     if find_class(header, given).kind != "evolve":
         return opening.rebuild(again.build_recipe(header, str(run)), journal, Local(header["device"]))
     if with_recipe and again.knows_recipe(header):
-        with suppress(MissingDataError):
+        try:
             return opening.rebuild(again.build_recipe(header, str(run)), journal, Local("cpu"))
+        except BadInput as error:  # for instance because its data is not on this machine
+            if again.recipe is not None:
+                raise
+            print(f"note: the journal is replayed without the recipe: {error}", file=sys.stderr)
     has_functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
     if has_functions:
         given = again.build_recipe(header, str(run)).strategy
