@@ -1,7 +1,12 @@
 """The exceptions whose messages are written for the user."""
 
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent)
 
 
 class BadInput(ValueError):
@@ -36,3 +41,14 @@ def unknown_name(what: str, name: str, names: Iterable[str]) -> BadInput:
     near = get_close_matches(name, valid, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return BadInput(f"There is no {what} {name!r}: {hint}choose one of {', '.join(valid) or 'none'}.")
+
+
+def format_error(error: Exception) -> str:
+    """Return the type and the message of an error in the user's code, and the line of that code."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    others = ("<", PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(others)] or frames
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"

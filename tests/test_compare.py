@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from germline.cli.comparison import Trial, Variant, choose_metric, curve_points, quartile_band, summarize
+from germline.cli.comparison import (
+    Trial,
+    Variant,
+    choose_metric,
+    column_names,
+    curve_points,
+    describe_winner,
+    format_row,
+    quartile_band,
+    summarize,
+)
 from germline.engine.journal import Journal
 from tests.test_faults import count_generations
 
@@ -29,7 +39,7 @@ def test_a_comparison_is_run_once_and_can_be_extended_by_seeds(tmp_path: Path) -
     first = call(*words, "--seeds", "1")
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
-    assert result["metric"] == "test_accuracy"
+    assert result["metric"] == "dev_accuracy"
     rows = {row["variant"]: row for row in result["rows"]}
     assert rows["ga"]["generations"] == 10  # of 64 passes: the first that are not less than 600
     assert rows["gradient"]["generations"] == 200  # of three passes
@@ -48,7 +58,7 @@ def test_a_comparison_is_run_once_and_can_be_extended_by_seeds(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_strategy_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
     words = ["compare", "threshold-digits", "--strategies", "openai-es,gradient", "--generations", "2", "--seeds", "1"]
-    done = call(*words, "--runs", str(tmp_path), *SMALL)
+    done = call(*words, "--set", "recipe.weights=binary", "--runs", str(tmp_path), *SMALL)
     assert done.returncode == 0, done.stderr
     assert "gradient: error: The loss has no gradient" in done.stdout
 
@@ -100,8 +110,28 @@ def test_medians_and_quartiles_by_hand() -> None:
     assert choose_metric(trials, None) == "test_error"
     best, second = summarize(trials, "test_error")
     assert (best["variant"], best["median"], best["seconds"], best["passes"]) == ("b", 0.3, 3.0, 2.0)
+    assert best["test"] is None  # the metric itself is of the test set
     quartiles = [second[key] for key in ("lower quartile", "median", "upper quartile")]
     assert quartiles == pytest.approx([0.2, 0.4, 0.8])
+
+
+def test_the_dev_set_decides_and_the_test_set_is_reported() -> None:
+    """By dev, b is better at the end; a was better in between. By test, a is better."""
+    a = trial("a", 0, {"dev_accuracy": 0.6, "test_accuracy": 0.9, "test_loss": 1.0})
+    a.rows = [
+        {"dev_accuracy": 0.8, "test_accuracy": 0.5},
+        {"generation": 2},
+        {"dev_accuracy": 0.7, "test_accuracy": 0.6},
+    ]
+    b = trial("b", 0, {"dev_accuracy": 0.7, "test_accuracy": 0.4, "test_loss": 1.0})
+    assert choose_metric([a, b], None) == "dev_accuracy"
+    rows = summarize([a, b], "dev_accuracy")
+    assert [(row["variant"], row["median"], row["test"], row["test at best dev"]) for row in rows] == [
+        ("b", 0.7, 0.4, 0.4),
+        ("a", 0.6, 0.9, 0.5),
+    ]
+    assert describe_winner(rows, "dev_accuracy").startswith("best by dev accuracy: b (0.7000), test accuracy 0.4000")
+    assert len(format_row(rows[0])) == len(column_names("dev_accuracy"))
 
 
 def test_curves_cover_the_range_that_all_seeds_have() -> None:

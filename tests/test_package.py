@@ -15,6 +15,7 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 import germline, germline.noise, germline.genome, germline.optim
+assert all(hasattr(germline, name) for name in germline.__all__)  # which imports them
 assert "numba" not in sys.modules
 """
 

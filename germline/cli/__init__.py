@@ -6,12 +6,13 @@ from typing import Any
 
 from germline.cli import comparing, inspecting, planning, serving, training  # they add their commands
 from germline.cli.app import app
-from germline.fleet.spmd.launch import find_launch
-from germline.population import SlowPath
 
 
 def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
     """Print a warning of this library as a sentence, once in a fleet, and those of others as they are."""
+    from germline.fleet.spmd.launch import find_launch
+    from germline.population import SlowPath
+
     if find_launch().rank:
         return
     print(f"note: {message}" if issubclass(category, SlowPath) else f"{category.__name__}: {message}", file=sys.stderr)
@@ -20,4 +21,4 @@ def show_warning(message: Warning | str, category: type[Warning], *place: Any, *
 def main() -> None:
     """Run the command line."""
     warnings.showwarning = show_warning
-    app()
+    app(prog_name="germline")

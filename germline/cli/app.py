@@ -2,27 +2,55 @@
 
 A parameter whose type is a dataclass of options (see ``options.py``) is expanded into one option per field, so that
 each option is declared once and used by any number of commands.
+
+The modules of the commands import the rest of Germline, and so torch, inside of their functions: help texts, the
+completion of a shell and most errors need none of it.
 """
 
 import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 from germline.errors import BadInput, FleetLostError, MachineError
+from germline.version import __version__
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Train PyTorch modules by evolution. Results go to standard output, everything else to standard error.",
-)
+
+class Commands(typer.core.TyperGroup):
+    """The commands, those first that a newcomer needs first."""
+
+    def list_commands(self, context: Any) -> list[str]:
+        return sorted(super().list_commands(context), key=lambda name: name not in ("train", "resume"))
+
+    def resolve_command(self, context: Any, words: list[str]) -> Any:
+        if words[0] == "version":
+            context.fail("No such command 'version': germline --version prints the version.")
+        return super().resolve_command(context, words)
+
+
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def show_version(is_asked: bool) -> None:
+    """Print the version and end, if that is what the user asked for."""
+    if is_asked:
+        print(f"germline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def describe(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Germline trains PyTorch networks by evolution: it scores random changes of the weights and learns from them.
+
+    Start with 'germline train digits'. Results go to standard output, everything else to standard error.
+    """
 
 
 def command(function: Callable[..., None], group: typer.Typer = app) -> Callable[..., None]:
@@ -71,6 +99,10 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], width: in
         width: Characters of a line, by default those of the terminal.
         layout: Settings of ``rich.table.Table``.
     """
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
     table = Table(*(Column(name, overflow="fold") for name in columns), **layout)  # a long path is not cut
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))  # a cell may hold brackets, as a path does

@@ -3,17 +3,16 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Exit, Option
 
-from germline.cli import comparison as comparing
 from germline.cli.app import command, print_table
-from germline.cli.comparison import Comparison, Variant, format_options
 from germline.cli.options import ComparisonOptions, MachineOptions, OutputOptions, RecipeName, StopOptions, StrategyName
 from germline.errors import BadInput
-from germline.recipes import recipe_address
-from germline.strategies import find_strategy
+
+if TYPE_CHECKING:
+    from germline.cli.comparison import Comparison
 
 STANDARD = "openai-es,snes,mu-lambda,ga,pso,gradient"  # what is compared by default
 SECONDS = 60.0  # of each run, if no limit is given
@@ -36,6 +35,10 @@ def compare(
     ] = None,
 ) -> None:
     """Train a recipe by several strategies under one budget, with several seeds; started again, it goes on."""
+    from germline.cli.comparison import Comparison, Variant
+    from germline.recipes import recipe_address
+    from germline.strategies import find_strategy
+
     names = {find_strategy(text.strip()).name: text.strip() for text in strategies.split(",")}
     own = {name: ["--strategy", text] for name, text in names.items()}
     common: list[str] = []
@@ -71,11 +74,14 @@ def sweep(
     seeds: Seeds = 1,
 ) -> None:
     """Train a recipe with every combination of some settings under one budget; started again, it goes on."""
+    from germline.cli.comparison import Comparison, Variant, expand_grid, format_options
+    from germline.recipes import recipe_address
+
     common = [*format_options(strategy=strategy), *common_options(stop, machine, options)]
     outside = strategy if strategy is not None and ":" in strategy else None
     variants = tuple(
         Variant(",".join(chosen).replace("/", "|"), tuple(word for one in chosen for word in ("--set", one)), outside)
-        for chosen in comparing.expand_grid(settings)
+        for chosen in expand_grid(settings)
     )
     folder = output.runs / (output.name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
     comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, options.jobs)
@@ -84,6 +90,8 @@ def sweep(
 
 def common_options(stop: StopOptions, machine: MachineOptions, options: ComparisonOptions) -> list[str]:
     """Return the options that every run of a comparison is given: its budget and its machine."""
+    from germline.cli.comparison import format_options
+
     seconds = stop.seconds if stop.is_limited else SECONDS
     budget = {"generations": stop.generations, "seconds": seconds, "evaluations": stop.evaluations}
     data = machine.data.resolve() if machine.data is not None else None
@@ -91,8 +99,10 @@ def common_options(stop: StopOptions, machine: MachineOptions, options: Comparis
     return format_options(**budget, target=stop.target, **where)
 
 
-def show_comparison(comparison: Comparison, metric: str | None, title: str, *, as_json: bool) -> None:
+def show_comparison(comparison: "Comparison", metric: str | None, title: str, *, as_json: bool) -> None:
     """Run what has not been run, write the report and print the table."""
+    from germline.cli import comparison as comparing
+
     try:
         trials = comparison.run()
     except KeyboardInterrupt:
@@ -101,14 +111,19 @@ def show_comparison(comparison: Comparison, metric: str | None, title: str, *, a
     chosen = comparing.choose_metric(trials, metric)
     file = comparison.folder / "report.html"
     rows = comparing.write_comparison(trials, chosen, file, title)
+    cells = [comparing.format_row(row) for row in rows if "median" in row]
     if as_json:
         print(json.dumps({"metric": chosen, "report": str(file), "rows": rows}))
-        return
-    cells = [comparing.format_row(row) for row in rows if "median" in row]
-    width = None if sys.stdout.isatty() else WIDTH
-    print_table(comparing.column_names(chosen), cells, width, box=None, pad_edge=False)
-    print(comparing.explain_table(comparison.seeds))
-    for row in rows:
-        if "failure" in row:
-            print(f"{row['variant']}: {row['failure']}")
-    print(f"report: {file}")
+    else:
+        if cells:
+            width = None if sys.stdout.isatty() else WIDTH
+            print_table(comparing.column_names(chosen), cells, width, box=None, pad_edge=False)
+            print(comparing.explain_table(comparison.seeds))
+            print(comparing.describe_winner(rows, chosen))
+        for row in rows:
+            if "failure" in row:
+                print(f"{row['variant']}: {row['failure']}")
+        print(f"report: {file}")
+    if not cells:
+        print("error: all runs failed", file=sys.stderr)
+        raise Exit(1)

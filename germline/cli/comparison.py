@@ -7,6 +7,7 @@ in one folder: those that were interrupted are resumed, and those that have ende
 import html
 import itertools
 import json
+import math
 import re
 import signal
 import statistics
@@ -221,22 +222,40 @@ def format_options(**values: Any) -> list[str]:
 
 
 def choose_metric(trials: Sequence[Trial], name: str | None) -> str:
-    """Return the metric that variants are compared by: the one named, or the first of the test set."""
+    """Return the metric that variants are chosen by: the one named, or the first of the dev set, if there is one."""
     names = sorted({metric for trial in trials if trial.outcome for metric in trial.outcome["metrics"]})
     if name is not None:
         if names and name not in names:
             raise BadInput(f"There is no metric {name!r}: choose one of {', '.join(names)}.")
         return name
-    for split in ("test_", "dev_", "train_", "center_"):
+    for split in ("dev_", "test_", "train_", "center_"):
         metrics = [metric for metric in names if metric.startswith(split)]
         if metrics:
             return str(next((metric for metric in metrics if not metric.endswith(("_loss", "_score"))), metrics[0]))
-    return "test_loss"
+    return "dev_loss"
+
+
+def find_test_metric(metric: str) -> str | None:
+    """Return the metric of the test set that is reported next to one of the dev set; None for other metrics."""
+    return metric.replace("dev_", "test_", 1) if metric.startswith("dev_") else None
+
+
+def find_best(trial: Trial, metric: str) -> Mapping[str, float]:
+    """Return the metrics of a run at the evaluation, or the end, at which one of them was best."""
+    assert trial.outcome is not None
+    rows = [row for row in (*trial.rows, trial.outcome["metrics"]) if row.get(metric) is not None]
+    rows = [row for row in rows if math.isfinite(row[metric])]
+    best = min if lower_is_better(metric) else max
+    return best(rows, key=lambda row: row[metric]) if rows else {}
 
 
 def summarize(trials: Sequence[Trial], metric: str) -> list[dict[str, Any]]:
-    """Return a row for each variant, the best first: median and quartiles of the metric, medians of the rest."""
-    rows, failures = [], []
+    """Return a row for each variant, the best first: median and quartiles of the metric, medians of the rest.
+
+    The test set does not decide: its metric is reported at the end of the run and at the evaluation that was best on
+    the dev set.
+    """
+    rows, failures, test = [], [], find_test_metric(metric)
     for name, group in group_by_variant(trials).items():
         outcomes = [trial.outcome for trial in group if trial.outcome is not None]
         values = [value for outcome in outcomes if (value := outcome["metrics"].get(metric)) is not None]
@@ -247,6 +266,10 @@ def summarize(trials: Sequence[Trial], metric: str) -> list[dict[str, Any]]:
             continue
         low, middle, high = (float(q) for q in np.quantile(values, (0.25, 0.5, 0.75)))
         row |= {"median": middle, "lower quartile": low, "upper quartile": high}
+        best = [find_best(trial, metric) for trial in group if trial.outcome is not None]
+        for key, measured in (("test", [outcome["metrics"] for outcome in outcomes]), ("test at best dev", best)):
+            tests = [value for metrics in measured if test and (value := metrics.get(test)) is not None]
+            row[key] = statistics.median(tests) if tests else None
         row |= {key: statistics.median(outcome[key] for outcome in outcomes) for key in MEDIANS}
         row["passes"] = statistics.median(trial.outcome["samples"] / trial.batch for trial in group if trial.outcome)
         rows.append(row)
@@ -265,17 +288,30 @@ def group_by_variant(trials: Sequence[Trial]) -> dict[str, list[Trial]]:
 def format_row(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a row of the table."""
     if "median" not in row:
-        return [row["variant"], row["failure"], *[""] * 6]
+        return [row["variant"], row["failure"], *[""] * 8]
     quartiles = f" ({row['lower quartile']:.4f} to {row['upper quartile']:.4f})" if row["seeds"] > 1 else ""
     quality = f"{row['median']:.4f}{quartiles}"
+    tests = ["" if row[key] is None else f"{row[key]:.4f}" for key in ("test", "test at best dev")]
     memory, sent = row["peak_memory_bytes"] / 1e6, row["bytes_sent"] / 1e6
     numbers = [f"{row['generations']:.0f}", f"{row['passes']:,.0f}", f"{row['samples']:,.0f}"]
-    return [row["variant"], quality, f"{row['seconds']:.1f}", *numbers, f"{memory:,.0f}", f"{sent:,.1f}"]
+    return [row["variant"], quality, *tests, f"{row['seconds']:.1f}", *numbers, f"{memory:,.0f}", f"{sent:,.1f}"]
 
 
 def column_names(metric: str) -> list[str]:
     """Return the names of the columns of the table."""
-    return ["", metric.replace("_", " "), "seconds", "generations", "passes", "samples", "MB at most", "MB sent"]
+    test = (find_test_metric(metric) or "test").replace("_", " ")
+    numbers = ["seconds", "generations", "passes", "samples", "MB at most", "MB sent"]
+    return ["", metric.replace("_", " "), test, f"{test} at best dev", *numbers]
+
+
+def describe_winner(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
+    """Return a line about the best variant, with its result on the test set."""
+    best, test = rows[0], find_test_metric(metric)
+    line = f"best by {metric.replace('_', ' ')}: {best['variant']} ({best['median']:.4f})"
+    if test is None or best["test"] is None:
+        return line
+    at_best = f"{best['test at best dev']:.4f} at its best evaluation on dev"
+    return f"{line}, {test.replace('_', ' ')} {best['test']:.4f}, {at_best}"
 
 
 def explain_table(seeds: int) -> str:
@@ -313,7 +349,8 @@ def draw_curves(trials: Sequence[Trial], metric: str) -> str:
                     axis.plot(x, middle, label=name, lw=1.3)
                     axis.fill_between(x, low, high, alpha=0.2)
             axis.set(xlabel=label, ylabel=metric.replace("_", " "))
-        axes[0][0].legend(fontsize=8)
+        if axes[0][0].lines:  # a run may be too short to be measured
+            axes[0][0].legend(fontsize=8)
 
     return draw_figure(draw, (13, 4.2), 1, len(AXES))
 

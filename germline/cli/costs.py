@@ -47,6 +47,7 @@ SCORE_BYTES = 4  # bytes of a score, and of an integer of a sum
 LATENCY = 3e-4  # seconds of a message by gloo, between two processes of one machine
 LOOPBACK = 2e9  # bytes a second within a machine
 LEAST_GAIN = 0.01  # by how much a mode must be faster to be chosen over a simpler one
+WORKERS_GAIN = 0.05  # by how much more workers must be faster to be worth it
 
 EVALUATE_SECONDS, TELL_SECONDS = 2.0, 1.0  # that the measurement of a rate may take; the latter is done twice
 REPEATS = 10
@@ -263,16 +264,26 @@ def predict_costs(
 
 
 def choose_cost(costs: Sequence[Cost]) -> Cost:
-    """Return the fastest mode for the most workers, or a simpler one where the fastest gains less than 1 %."""
-    most = max(cost.workers for cost in costs)
-    candidates = sorted((cost for cost in costs if cost.workers == most), key=lambda cost: MODES.index(cost.mode))
+    """Return the fastest mode for the fewest workers that come within 5 % of the shortest generation.
+
+    A simpler mode is chosen where the fastest gains less than 1 %.
+    """
+    enough = min(cost.seconds for cost in costs) * (1 + WORKERS_GAIN)
+    fewest = min(cost.workers for cost in costs if cost.seconds <= enough)
+    candidates = sorted((cost for cost in costs if cost.workers == fewest), key=lambda cost: MODES.index(cost.mode))
     fastest = min(cost.seconds for cost in candidates)
     return next(cost for cost in candidates if cost.seconds <= fastest * (1 + LEAST_GAIN))
 
 
 def recommend(costs: Sequence[Cost]) -> str:
-    """Return one sentence that says which mode to use for the most workers among these costs, and why."""
-    best = choose_cost(costs)
+    """Return which mode to use for how many workers, and why, as a sentence; and one if more workers do not help."""
+    best, most = choose_cost(costs), max(cost.workers for cost in costs)
+    useless = f" More workers than {best.workers} gain less than 5 %." if most > best.workers else ""
+    return explain_cost(best, costs) + useless
+
+
+def explain_cost(best: Cost, costs: Sequence[Cost]) -> str:
+    """Return a sentence that says why a cost was chosen among others."""
     if best.workers == 1:
         return f"One worker needs no exchange: a generation takes {format_seconds(best.seconds)}."
     others = {cost.mode: cost for cost in costs if cost.workers == best.workers and cost.mode != best.mode}

@@ -39,10 +39,9 @@ def examine() -> dict[str, Any]:
         "torch": torch.__version__,
         "numba": bool(find_spec("numba")),
         "triton": bool(find_spec("triton")),
-        "processor": f"{processor_name()}, {torch.get_num_threads()} threads",
     }
     for device in list_devices():
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        name = name_device(device)
         place = kernel_device(device)
         report[f"{device}"] = name if place == device else f"{name}; its noise is made on the {place}"
         agrees = "agrees" if has_exact_noise(device) else "DISAGREES"
@@ -54,6 +53,15 @@ def examine() -> dict[str, Any]:
     except OSError as error:
         report["journal commit"] = f"cannot be measured here: {error.strerror}"
     return report
+
+
+def name_device(device: torch.device) -> str:
+    """Return the name that the maker gave a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"{processor_name()}, {torch.get_num_threads()} threads"
+    return "Apple GPU"
 
 
 def list_devices() -> list[torch.device]:

@@ -3,26 +3,19 @@
 import dataclasses
 import inspect
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from germline.cli.app import command, print_table
-from germline.cli.doctor import examine
+from germline.cli.completion import complete_strategy
 from germline.cli.options import AgainOptions, AsJson, RunPath
-from germline.engine import opening
-from germline.engine import replay as replaying
-from germline.engine.export import export_theta
-from germline.engine.header import find_class
-from germline.engine.journal import Journal
-from germline.engine.session import Session
 from germline.errors import BadInput
-from germline.fleet import Local
-from germline.genome import theta_sha256
-from germline.recipes import RECIPES
-from germline.reporting.report import read_run, write_report
-from germline.strategies.registry import describe_strategies, find_strategy
+
+if TYPE_CHECKING:
+    from germline.engine.session import Session
 
 
 @command
@@ -30,38 +23,68 @@ def replay(
     run: RunPath,
     again: AgainOptions,
     generation: Annotated[int, Option(help="how many generations to replay; 0 is the beginning")],
-    export: Annotated[Path, Option(metavar="FILE.safetensors", help="file to write the weights to")],
+    export: Annotated[Path, Option(metavar="FILE.safetensors", help="file to write the model to")],
     json_: AsJson = False,
 ) -> None:
-    """Write the weights of any generation, from the journal."""
+    """Write the model of any generation, from the journal."""
+    from germline.engine import replay as replaying
+    from germline.engine.export import export_model, export_theta
+    from germline.genome import theta_sha256
+
     if generation < 0:
         raise BadInput(f"There is no generation {generation}.")
-    session = open_run(run, again)
+    if export.exists():
+        raise BadInput(f"{export} exists already, and nothing is overwritten: give another file with --export.")
+    session = open_run(run, again, with_recipe=True)
     replaying.replay(session, until=generation)
-    theta = session.state.theta
-    export_theta(session.scorer.genome, theta, export)
-    digest = theta_sha256(theta)
+    theta, is_whole = session.state.theta, session.recipe is not None
+    if is_whole:
+        export_model(session.model(), export)
+    else:
+        export_theta(session.scorer.genome, theta, export)
+    digest, content = theta_sha256(theta), "model" if is_whole else "trainable weights"
     about = {"run": str(run), "generation": generation, "theta_sha256": digest, "export": str(export)}
-    text = f"generation {generation} of {run}: {export}, theta_sha256 {digest}"
-    print(json.dumps(about) if json_ else text)
+    what = "the whole model" if is_whole else "the trainable weights (the whole model needs the recipe)"
+    text = f"generation {generation} of {run}: {what} in {export}, theta_sha256 {digest}"
+    print(json.dumps(about | {"content": content}) if json_ else text)
 
 
 @command
 def verify(run: RunPath, again: AgainOptions, json_: AsJson = False) -> None:
     """Replay a whole run and check every hash."""
+    from germline.engine import replay as replaying
+
     checked = replaying.verify(open_run(run, again))
     counts = f"{checked['generations']} generations and {checked['snapshots']} snapshots are as they were written"
     text = f"{run}: {counts}, theta_sha256 {checked['theta_sha256']}"
     print(json.dumps({"run": str(run), **checked}) if json_ else text)
 
 
-def open_run(run: Path, again: AgainOptions) -> Session:
-    """Open a run to be replayed: from its journal alone, where that is enough."""
+def open_run(run: Path, again: AgainOptions, *, with_recipe: bool = False) -> "Session":
+    """Open a run to be replayed: from its journal alone, where that is enough.
+
+    Args:
+        run: The directory of the run.
+        again: What the user has given again.
+        with_recipe: Whether the recipe is used where it is known and can be made on this machine.
+    """
+    from germline.engine import opening
+    from germline.engine.header import find_class
+    from germline.engine.journal import Journal
+    from germline.fleet import Local
+
     journal = Journal.open(run, read_only=True)
     header = journal.header
     given = again.find_strategy()
     if find_class(header, given).kind != "evolve":
         return opening.rebuild(again.build_recipe(header, str(run)), journal, Local(header["device"]))
+    if with_recipe and again.knows_recipe(header):
+        try:
+            return opening.rebuild(again.build_recipe(header, str(run)), journal, Local("cpu"))
+        except BadInput as error:  # for instance because its data is not on this machine
+            if again.recipe is not None:
+                raise
+            print(f"note: the journal is replayed without the recipe: {error}", file=sys.stderr)
     has_functions = any(isinstance(header["settings"].get(name), dict) for name in ("optimizer", "scheduler"))
     if has_functions:
         given = again.build_recipe(header, str(run)).strategy
@@ -76,6 +99,8 @@ def report(
     ] = None,
 ) -> None:
     """Write the HTML report of one run, or of several side by side."""
+    from germline.reporting.report import read_run, write_report
+
     file = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write_report([read_run(run) for run in runs], file)
     print(file)
@@ -84,6 +109,8 @@ def report(
 @command
 def recipes() -> None:
     """List the recipes with their settings."""
+    from germline.recipes import RECIPES
+
     rows = []
     for name, make in RECIPES.items():
         parameters = [p for p in inspect.signature(make).parameters.values() if p.name != "seed"]
@@ -93,8 +120,14 @@ def recipes() -> None:
 
 
 @command
-def strategies(name: Annotated[str | None, Argument(help="one strategy, to list its settings")] = None) -> None:
+def strategies(
+    name: Annotated[
+        str | None, Argument(help="one strategy, to list its settings", autocompletion=complete_strategy)
+    ] = None,
+) -> None:
     """List the strategies, or all settings of one."""
+    from germline.strategies.registry import describe_strategies, find_strategy
+
     if name is None:
         print_table(("strategy", "what it is"), describe_strategies())
         return
@@ -106,6 +139,8 @@ def strategies(name: Annotated[str | None, Argument(help="one strategy, to list 
 @command
 def doctor(json_: AsJson = False) -> None:
     """Show devices, kernels, whether their noise agrees, and measured rates."""
+    from germline.cli.doctor import examine
+
     findings = examine()
     if json_:
         print(json.dumps(findings))

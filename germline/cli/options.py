@@ -4,27 +4,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 from typer import Argument, Option
 
-from germline.engine.header import recipe_for_run
-from germline.engine.stopping import Stop, Target
+from germline.cli.completion import complete_recipe, complete_strategy
 from germline.errors import BadInput, unknown_name
-from germline.fleet.spmd.fleet import TIMEOUT
-from germline.noise import check_whole_number
-from germline.population import DType
-from germline.recipes import RECIPES, Recipe, make_recipe, recipe_address
-from germline.strategies import AnyStrategy, find_strategy
-from germline.strategies.settings import parse_setting
 
-RecipeName = Annotated[str, Argument(metavar="RECIPE", help="a name, a Python file, or module:function")]
+if TYPE_CHECKING:
+    from germline.engine.stopping import Stop
+    from germline.population import DType
+    from germline.recipes import Recipe
+    from germline.strategies import AnyStrategy
+
+RECIPE_HELP = "a name, a Python file, or module:function"
+STRATEGY_HELP = "a name from 'germline strategies', or module:Class"
+RecipeName = Annotated[str, Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
 RunPath = Annotated[Path, Argument(metavar="RUN", help="the directory of a run")]
 AsJson = Annotated[bool, Option("--json", help="print one JSON object as the last line of standard output")]
 KeysDir = Annotated[Path | None, Option("--keys", help="the folder of this machine's key (see 'germline keys')")]
 Device = Annotated[str, Option(help="device of the members: auto, cpu, cuda, cuda:N or mps")]
 Seed = Annotated[int, Option(help="seed of the run's random numbers")]
-StrategyName = Annotated[str | None, Option("--strategy", help="a name from 'germline strategies', or module:Class")]
+StrategyName = Annotated[str | None, Option("--strategy", help=STRATEGY_HELP, autocompletion=complete_strategy)]
 
 
 @dataclass
@@ -39,8 +40,11 @@ class StrategyOptions:
         Option("--set", metavar="KEY=VALUE", help="a setting of the strategy, or recipe.KEY of the recipe"),
     ] = None
 
-    def build_recipe(self, name: str, seed: int = 0, dtype: str = "auto") -> tuple[Recipe, dict[str, Any]]:
+    def build_recipe(self, name: str, seed: int = 0, dtype: str = "auto") -> "tuple[Recipe, dict[str, Any]]":
         """Return a recipe with the strategy and the type of arithmetic, and what a header says about the recipe."""
+        from germline.noise import check_whole_number
+        from germline.recipes import make_recipe, recipe_address
+
         settings: dict[str, dict[str, str]] = {"strategy": {}, "recipe": {}}
         for setting in self.settings or []:
             key, equals, value = setting.partition("=")
@@ -53,7 +57,7 @@ class StrategyOptions:
         check_whole_number("seed", seed, 1 << 63)
         recipe = make_recipe(name, settings["recipe"], seed)
         recipe = replace_strategy(recipe, self.strategy, settings["strategy"])
-        recipe = recipe if dtype == "auto" else replace(recipe, dtype=cast(DType, dtype))
+        recipe = recipe if dtype == "auto" else replace(recipe, dtype=cast("DType", dtype))
         return recipe, {"recipe": recipe_address(name), "recipe_settings": settings["recipe"]}
 
 
@@ -87,10 +91,13 @@ class FleetOptions:
     workers: Annotated[
         int | None, Option(help="number of threads that share the members; of a fleet, of processes here")
     ] = None
-    exchange: Annotated[str, Option(help="exchange of an spmd fleet: auto, replay, chromosome, semi or central")] = (
-        "auto"
-    )
-    timeout: Annotated[float, Option(help="seconds until a silent rank of an spmd fleet is given up")] = TIMEOUT
+    exchange: Annotated[
+        str | None,
+        Option(help="exchange of an spmd fleet: auto (the default), replay, chromosome, semi or central"),
+    ] = None
+    timeout: Annotated[
+        float | None, Option(help="seconds until a silent rank of an spmd fleet is given up (default: 120)")
+    ] = None
     address: Annotated[
         str | None, Option(metavar="HOST:PORT", help="address of the running cluster, for --fleet dask or ray")
     ] = None
@@ -112,8 +119,10 @@ class StopOptions:
     def is_limited(self) -> bool:
         return (self.generations, self.seconds, self.evaluations) != (None, None, None)
 
-    def limits(self, recipe: Recipe | None = None) -> Stop:
+    def limits(self, recipe: "Recipe | None" = None) -> "Stop":
         """Return the limits of a run: if none is given, the recipe's number of generations."""
+        from germline.engine.stopping import Stop, Target
+
         generations = self.generations if self.is_limited or recipe is None else recipe.generations
         return Stop(generations, self.seconds, Target.parse(self.target), self.evaluations)
 
@@ -136,11 +145,19 @@ class AgainOptions:
         None
     )
 
-    def find_strategy(self) -> AnyStrategy | None:
+    def find_strategy(self) -> "AnyStrategy | None":
         """Return the strategy that the user has named again, or None."""
+        from germline.strategies import find_strategy
+
         return find_strategy(self.strategy)() if self.strategy is not None else None
 
-    def build_recipe(self, header: Mapping[str, Any], run: str) -> Recipe:
+    def knows_recipe(self, header: Mapping[str, Any]) -> bool:
+        """Return whether the recipe of a run is part of this package, or the user has given it again."""
+        from germline.recipes import RECIPES
+
+        return self.recipe is not None or header["recipe"] in RECIPES
+
+    def build_recipe(self, header: Mapping[str, Any], run: str) -> "Recipe":
         """Return the recipe of a run, with its strategy.
 
         Nothing outside of this package is imported because the header names it: the user gives it again.
@@ -149,6 +166,9 @@ class AgainOptions:
             header: The header of the run.
             run: The directory of the run, for messages.
         """
+        from germline.engine.header import recipe_for_run
+        from germline.recipes import RECIPES, make_recipe
+
         name = self.recipe or header["recipe"]
         if name is None:
             how = f"go on there, with gl.train(..., resume={run!r})"
@@ -164,13 +184,16 @@ class AgainOptions:
 class ComparisonOptions:
     """Runs that are compared."""
 
-    metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the test set)")] = None
+    metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the dev set)")] = None
     jobs: Annotated[int, Option(min=1, help="number of runs at the same time")] = 1
     workers: Annotated[int | None, Option(help="number of threads of each run")] = None
 
 
-def replace_strategy(recipe: Recipe, name: str | None, settings: dict[str, str]) -> Recipe:
+def replace_strategy(recipe: "Recipe", name: str | None, settings: dict[str, str]) -> "Recipe":
     """Return a recipe with another strategy, at the recipe's settings for it, changed by the given settings."""
+    from germline.strategies import find_strategy
+    from germline.strategies.settings import parse_setting
+
     strategy = recipe.strategy
     if name is not None and name != strategy.name:
         cls = find_strategy(name)

@@ -6,12 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
-from germline.cli import costs
 from germline.cli.app import command, print_table
 from germline.cli.options import AsJson, DataOptions, Device, RecipeName, StrategyOptions
-from germline.genome import Genome
-from germline.noise import check_whole_number
-from germline.strategies.settings import parse_setting
 
 
 @command
@@ -25,6 +21,11 @@ def plan(
     json_: AsJson = False,
 ) -> None:
     """Predict time, memory and bytes of a generation by exchange and number of workers."""
+    from germline.cli import costs
+    from germline.genome import Genome
+    from germline.noise import check_whole_number
+    from germline.strategies.settings import parse_setting
+
     data.apply()
     made, _ = strategy.build_recipe(recipe)
     between = costs.Network.parse(network)

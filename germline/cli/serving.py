@@ -10,14 +10,8 @@ import typer
 
 from germline.cli import options
 from germline.cli.app import app, command
-from germline.cli.status import Status
+from germline.cli.completion import complete_recipe
 from germline.cli.training import command_line, run_to_end
-from germline.engine import opening
-from germline.engine.journal import Journal
-from germline.fleet import Elastic, Local
-from germline.fleet.cluster.keys import add_machine, create_authority
-from germline.fleet.cluster.processes import run_worker
-from germline.fleet.cluster.worker import Responder
 
 keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of a cluster.")
 app.add_typer(keys_app, name="keys")
@@ -38,6 +32,11 @@ def serve(
     status: Annotated[str, typer.Option(metavar="HOST:PORT", help="address of the status page")] = "127.0.0.1:8787",
 ) -> None:
     """Coordinate a cluster: train a recipe with workers that come and go; started again, it goes on."""
+    from germline.cli.status import Status
+    from germline.engine import opening
+    from germline.engine.journal import Journal
+    from germline.fleet import Elastic
+
     machine.apply()
     made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits = stop.limits(made)
@@ -62,7 +61,9 @@ def serve(
 @command
 def worker(
     coordinator: Annotated[str, typer.Argument(metavar="HOST:PORT", help="address of the coordinator")],
-    recipe: Annotated[str, typer.Option(help="the coordinator's recipe: a name, a Python file, or module:function")],
+    recipe: Annotated[
+        str, typer.Option(help=f"the coordinator's recipe: {options.RECIPE_HELP}", autocompletion=complete_recipe)
+    ],
     data: options.DataOptions,
     strategy: options.StrategyName = None,
     keys: options.KeysDir = None,
@@ -71,6 +72,10 @@ def worker(
     name: Annotated[str | None, typer.Option(help="name by which the coordinator calls this worker")] = None,
 ) -> None:
     """Work for the coordinator of a cluster, until its run has ended."""
+    from germline.fleet import Local
+    from germline.fleet.cluster.processes import run_worker
+    from germline.fleet.cluster.worker import Responder
+
     data.apply()
     default = keys.resolve().name if keys is not None else socket.gethostname()
     outside = strategy if strategy is not None and ":" in strategy else None
@@ -80,6 +85,8 @@ def worker(
 
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to create")]) -> None:
     """Create the authority of a fleet, and the coordinator's key."""
+    from germline.fleet.cluster.keys import create_authority
+
     create_authority(folder)
     print(f"{folder}: the authority and the coordinator's key; now 'germline keys add {folder} NAME' for each machine")
 
@@ -89,6 +96,8 @@ def add(
     name: Annotated[str, typer.Argument(metavar="NAME", help="name of the machine")],
 ) -> None:
     """Create the key of one more machine; give it the folder that is printed, and nothing else."""
+    from germline.fleet.cluster.keys import add_machine
+
     print(add_machine(folder, name))
 
 

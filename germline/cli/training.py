@@ -6,27 +6,22 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from germline.api import free_directory
 from germline.cli import options
 from germline.cli.app import command
-from germline.cli.status import Status
-from germline.engine import loop, opening
-from germline.engine.drivers import Differentiate
-from germline.engine.journal import Journal
-from germline.engine.session import Session
-from germline.engine.stopping import Stop
 from germline.errors import BadInput, unknown_name
-from germline.fleet import SPMD, Dask, Elastic, Fleet, Local, Ray
-from germline.fleet.spmd.exchange import Exchange
-from germline.fleet.spmd.launch import find_launch, run_ranks
-from germline.recipes import RECIPES, Recipe, make_recipe
-from germline.reporting.progress import Progress
-from germline.reporting.report import read_run, write_curves, write_report
-from germline.strategies import STRATEGIES
+
+if TYPE_CHECKING:
+    from germline.cli.status import Status
+    from germline.engine.session import Session
+    from germline.engine.stopping import Stop
+    from germline.fleet import Fleet
+    from germline.recipes import Recipe
+
+FLEETS = ("local", "spmd", "elastic", "dask", "ray")
 
 
 @command
@@ -41,6 +36,12 @@ def train(
     baseline: Annotated[bool, typer.Option(help="afterwards train by backprop for the same time")] = False,
 ) -> None:
     """Train a recipe."""
+    from germline.api import free_directory
+    from germline.engine import opening
+    from germline.engine.stopping import Stop
+    from germline.recipes import make_recipe
+    from germline.reporting.report import read_run, write_report
+
     machine.apply()
     made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits, is_named = stop.limits(made), output.name is not None
@@ -87,6 +88,10 @@ def resume(
     json_: options.AsJson = False,
 ) -> None:
     """Go on where a run stopped."""
+    from germline.engine import opening
+    from germline.engine.journal import Journal
+    from germline.engine.stopping import Stop
+
     data.apply()
     is_here = (run / "journal.sqlite").is_file()
     unknown: Mapping[str, Any] = {"device": "auto", "recipe": None}
@@ -98,18 +103,24 @@ def resume(
     journal = Journal.open(run) if chosen.group.owns_journal else None
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
     session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
-    limits = stop.limits()
-    limits = limits if limits != Stop() else Stop.from_header(header["stop"])
+    given = stop.limits()
+    if given.generations is not None and given.generations < session.generation:
+        done = f"The run has {session.generation} generations already"
+        raise BadInput(f"{done}: give --generations above {session.generation}.")
+    limits = given if given != Stop() else Stop.from_header(header["stop"])
+    if limits is not given and limits.generations == session.generation and session.fleet.group.rank == 0:
+        reached = f"the run has reached its limit of {limits.generations} generations"
+        print(f"note: {reached}; to go on, give --generations above it", file=sys.stderr)
     run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)
 
 
 def run_to_end(
-    session: Session,
-    stop: Stop,
+    session: "Session",
+    stop: "Stop",
     *,
     as_json: bool,
     quiet: bool = False,
-    status: Status | None = None,
+    status: "Status | None" = None,
     strategy: str | None = None,
     fleet: options.FleetOptions | None = None,
 ) -> dict[str, Any]:
@@ -124,6 +135,10 @@ def run_to_end(
         strategy: The strategy that the user named, for the command that resumes the run.
         fleet: The fleet that the user asked for, for the same command.
     """
+    from germline.engine import loop
+    from germline.reporting.progress import Progress
+    from germline.reporting.report import write_curves, write_report
+
     path, is_first = session.path, session.fleet.group.rank == 0
     if is_first:
         with Progress(stop, below=status.table if status is not None else None).shown() as progress:
@@ -151,9 +166,19 @@ def run_to_end(
     return summary
 
 
-def build_fleet(chosen: options.FleetOptions, device: str, recipe: str | None, strategy: str | None) -> Fleet:
+def build_fleet(chosen: options.FleetOptions, device: str, recipe: str | None, strategy: str | None) -> "Fleet":
     """Return the fleet that was asked for; an spmd fleet of --workers is launched here, and this process ends."""
-    for option, fleets in {"address": ("dask", "ray"), "keys": ("dask",)}.items():
+    from germline.fleet import SPMD, Dask, Elastic, Local, Ray
+    from germline.fleet.spmd.exchange import Exchange
+    from germline.fleet.spmd.fleet import TIMEOUT
+    from germline.fleet.spmd.launch import find_launch, run_ranks
+
+    if chosen.fleet not in FLEETS:
+        raise unknown_name("fleet", chosen.fleet, FLEETS)
+    if chosen.exchange is not None and chosen.exchange not in get_args(Exchange):
+        raise unknown_name("exchange", chosen.exchange, get_args(Exchange))
+    owners = {"address": ("dask", "ray"), "keys": ("dask",), "exchange": ("spmd",), "timeout": ("spmd",)}
+    for option, fleets in owners.items():
         if getattr(chosen, option) is not None and chosen.fleet not in fleets:
             raise BadInput(f"--{option} is for --fleet {' or '.join(fleets)}: leave it out.")
     if chosen.workers is not None and chosen.fleet in ("dask", "ray"):
@@ -169,24 +194,35 @@ def build_fleet(chosen: options.FleetOptions, device: str, recipe: str | None, s
         if chosen.fleet == "dask":
             return Dask(chosen.address, keys=chosen.keys, device=device)
         return Ray(chosen.address, device=device)
-    if chosen.fleet != "spmd":
-        raise unknown_name("fleet", chosen.fleet, ("local", "spmd", "elastic", "dask", "ray"))
     if chosen.workers is not None and chosen.workers > 1 and find_launch().by == "none":
         raise typer.Exit(run_ranks([sys.executable, "-m", "germline", *sys.argv[1:]], chosen.workers))
-    return SPMD(cast(Exchange, chosen.exchange), device=device, timeout=chosen.timeout)
+    timeout = chosen.timeout if chosen.timeout is not None else TIMEOUT
+    return SPMD(cast(Exchange, chosen.exchange or "auto"), device=device, timeout=timeout)
 
 
-def check_baseline(recipe: Recipe, path: Path, fleet: Fleet) -> None:
+def check_baseline(recipe: "Recipe", path: Path, fleet: "Fleet") -> None:
     """Raise an error if there can be no baseline by backprop, before the run starts."""
+    from germline.engine import opening
+    from germline.engine.drivers import Differentiate
+
     if path.exists():
         raise BadInput(f"{path} exists already: give another --name.")
     session = opening.set_up(recipe, fleet, seed=0)
     session.prepare(session.batch(0))
-    Differentiate().differentiate(session, 0, session.batch(0), {})
+    try:
+        Differentiate().differentiate(session, 0, session.batch(0), {})
+    except BadInput as error:
+        if recipe.baseline_loss is not None:
+            raise
+        advice = "name one with gl.Recipe(..., baseline_loss=...), or leave out --baseline"
+        raise BadInput(f"{error} The recipe has no baseline_loss for backprop either: {advice}.") from None
 
 
-def resume_command(session: Session, strategy: str | None, fleet: options.FleetOptions | None) -> str:
+def resume_command(session: "Session", strategy: str | None, fleet: options.FleetOptions | None) -> str:
     """Return the command that resumes a run; it names again what is not part of this package, and a cluster."""
+    from germline.recipes import RECIPES
+    from germline.strategies import STRATEGIES
+
     header = session.journal.header if session.journal is not None else {}
     words = ["germline", "resume", str(session.path)]
     if header.get("recipe") not in (None, *RECIPES):

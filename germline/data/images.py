@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import lzma
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,16 +37,28 @@ def load_digits() -> Splits:
 
     They come with scikit-learn: nothing is downloaded.
     """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        message = "The digits come with scikit-learn, which is not installed: pip install scikit-learn."
-        raise BadInput(message) from error
-    bunch = datasets.load_digits()
-    x = torch.tensor(bunch.data / 16.0, dtype=torch.float32)
-    y = torch.tensor(bunch.target, dtype=torch.int64)
+    rows = read_digits()
+    x = torch.tensor(rows[:, :-1] / 16.0, dtype=torch.float32)
+    y = torch.tensor(rows[:, -1], dtype=torch.int64)
     train, dev, test = ((x[part], y[part]) for part in map(torch.from_numpy, split(len(y), [0.6, 0.2])))
     return Splits(train, dev, test)
+
+
+def read_digits() -> NDArray[np.float64]:
+    """Return the pixels of each digit, from 0 to 16, and its class.
+
+    They are read from a file of scikit-learn, which takes a second to import.
+    """
+    spec = find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
+        raise BadInput("The digits come with scikit-learn, which is not installed: pip install scikit-learn.")
+    file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    if file.is_file():
+        return np.loadtxt(file, delimiter=",")
+    from sklearn import datasets
+
+    bunch = datasets.load_digits()
+    return np.column_stack([bunch.data, bunch.target])
 
 
 def load_mnist(*, download: bool = True) -> Splits:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ import torch
 from llvmlite import ir
 from numba import int32, types, uint16, uint32, uint64
 from numba.extending import intrinsic
+from numba.np import linalg
 from numpy.typing import NDArray
 
 from germline import kernels
@@ -35,9 +37,24 @@ assert (POPCOUNT, SIGN, UNIFORM) == (Reading.POPCOUNT, Reading.SIGN, Reading.UNI
 TILES_PER_THREAD = 64  # with fewer, about 10 microseconds of work, starting a thread costs more than it saves
 
 
+if find_spec("scipy") is not None:  # Numba would import SciPy, which takes longer than Numba, to see if it is there
+    ensure_blas, linalg.ensure_blas = linalg.ensure_blas, lambda: None
+    try:
+        import numba.np.arraymath
+    finally:
+        linalg.ensure_blas = ensure_blas
+
+
 def compile_kernel(function: Function) -> Function:
-    """Return a function compiled by Numba at its first call, or loaded from Numba's cache on disk."""
-    return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
+    """Return a function compiled by Numba at its first call, or loaded from Numba's cache on disk.
+
+    Numba caches in ``NUMBA_CACHE_DIR``, in ``__pycache__`` next to this file or, where that cannot be written, in the
+    user's cache folder. Where none of them can be written, every process compiles.
+    """
+    try:
+        return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
+    except RuntimeError:
+        return cast(Function, numba.njit(nogil=True, boundscheck=False)(function))
 
 
 @intrinsic
@@ -132,7 +149,8 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
     total = np.empty(TILE, np.int32)
     stop = start + out.size
     for tile in range(start // TILE + first, start // TILE + last):
-        total[:] = 0
+        for k in range(TILE):  # loops compile three times as fast as assignments of slices
+            total[k] = int32(0)
         for i in range(members.size):
             read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
             weight = int32(weights[i])
@@ -143,7 +161,9 @@ def accumulate_tiles(first, last, out, weights, field, members, start, reading, 
                 for k in range(TILE):
                     total[k] += int32(weight * eps[k])
         low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
-        out[low - start : high - start] = total[low - tile * TILE : high - tile * TILE]
+        target, source = out[low - start : high - start], total[low - tile * TILE : high - tile * TILE]
+        for k in range(target.size):
+            target[k] = source[k]
 
 
 @compile_kernel

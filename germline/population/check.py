@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.flop_counter import FlopCounterMode
 
 from germline.errors import BadInput
 from germline.objective import Batch, seeded_generators
 from germline.optim.shaping import goodness
 from germline.population.block import Generation
 from germline.population.evaluator import Evaluator, refuse_changes, select_member
+from germline.population.flops import count_products
 from germline.population.plan import METHODS, DType, Plan, PlanChoice
 from germline.strategies.candidates import Candidates
 
@@ -221,11 +221,10 @@ def count_flops(make: Make, batch: Batch) -> int:
     """Return the floating-point operations of the products of one member, or 0 where they cannot be counted."""
     plain, batch = make(Plan(1, "loop", vectorized=False)).module, batch.copy()
     try:
-        with seeded_generators(0), FlopCounterMode(display=False) as counter:
-            plain(*batch.args, **batch.kwargs)
+        with seeded_generators(0):
+            return count_products(lambda: plain(*batch.args, **batch.kwargs))
     except Exception:  # for instance code that computes a gradient within the forward
         return 0
-    return int(counter.get_total_flops())
 
 
 @torch.no_grad()

@@ -77,13 +77,33 @@ def set_exact(device_type: str) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         enable_warnings(False)
         flash = [SDPBackend.FLASH_ATTENTION] if device_type == "cuda" else []
-        with sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
+        with quick_checks(), sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
             yield
     finally:
         enable_warnings(had_warnings)
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for (owner, name), value in zip(flags, before, strict=True):
             setattr(owner, name, value)
+
+
+@contextmanager
+def quick_checks() -> Iterator[None]:
+    """Let checks in torch's Python code that pass import nothing: the first would import sympy, for half a second."""
+    owner: Any = torch
+    original: Any = getattr(owner, "_check_with", None)
+
+    def check(error: Any, passed: Any, message: Any) -> None:
+        if passed is not True:
+            original(error, passed, message)
+
+    if original is None:
+        yield
+        return
+    owner._check_with = check
+    try:
+        yield
+    finally:
+        owner._check_with = original
 
 
 @cache

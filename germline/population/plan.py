@@ -123,6 +123,10 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         self.elements = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports its compiler at the first call, which takes a second
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch and look at the tensors that it returns."""
         output = function(*args, **(kwargs or {}))

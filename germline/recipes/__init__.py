@@ -5,13 +5,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from germline.errors import BadInput, unknown_name
+from germline.errors import BadInput, format_error, unknown_name
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
 from germline.recipes.hybrid_es import hybrid_es_convnet, hybrid_es_mnist
@@ -114,10 +113,3 @@ def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise BadInput(f"The recipe {name} returned a {type(recipe).__name__}, not a gl.Recipe.")
     return recipe
-
-
-def format_error(error: Exception) -> str:
-    """Return the type and the message of an error in the user's code, and the line where it happened."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

@@ -41,6 +41,7 @@ class Recipe:
         generations: The number of generations after which a run ends by default.
         evaluate_every: Generations between two measurements of dev and test.
         snapshot_every: Generations between two snapshots of the state.
+        baseline_loss: A loss with a gradient, which backprop minimizes instead of a score that has none.
 
     >>> x = torch.randn(100, 4)
     >>> recipe = Recipe(model=nn.Linear(4, 1), data=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss)
@@ -66,6 +67,7 @@ class Recipe:
     generations: int = 300
     evaluate_every: int = 10
     snapshot_every: int = 100
+    baseline_loss: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, get_args(DType))
@@ -84,7 +86,9 @@ class Recipe:
         return replace(self, strategy=strategy)
 
     def goal(self) -> Objective:
-        """Return the objective by which members are scored."""
+        """Return the objective by which members are scored, or the loss that backprop minimizes instead."""
+        if self.baseline_loss is not None and self.strategy.kind == "differentiate":
+            return build_objective(self.baseline_loss, None, None, None, self.metrics)
         return build_objective(self.loss, self.score, self.objective, self.maximize, self.metrics)
 
 

@@ -1,4 +1,7 @@
-"""Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by their accuracy."""
+"""Nets that backprop cannot train: neurons that are on or off, or weights of one bit, scored by their accuracy.
+
+Of a net with real weights backprop can train the last layer, by cross-entropy: that is the baseline.
+"""
 
 from typing import Literal, get_args
 
@@ -42,6 +45,7 @@ def threshold_digits(*, seed: int = 0, hidden: int = 64, weights: Weights = "rea
         model=seeded(seed, lambda: nn.Sequential(layer(64, hidden), Threshold(), layer(hidden, 10))),
         **data.as_arguments(),
         score=accuracy,
+        baseline_loss=F.cross_entropy if weights == "real" else None,
         metrics={"accuracy": accuracy},
         strategy=OpenAIES(population=256, sigma=0.3, lr=0.1),
         others={

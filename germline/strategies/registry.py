@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from germline.errors import BadInput, unknown_name
+from germline.errors import BadInput, format_error, unknown_name
 from germline.strategies.ga import GA
 from germline.strategies.gradient import Gradient
 from germline.strategies.hybrid_es import HybridES
@@ -59,8 +59,8 @@ def find_strategy(name: str) -> type[Any]:
             sys.path.append(str(Path.cwd()))
         try:
             cls = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise BadInput(f"The strategy {name} cannot be loaded: {error}.") from error
+        except Exception as error:  # whatever the user's module does
+            raise BadInput(f"The strategy {name} cannot be loaded: {format_error(error)}") from error
     else:
         points = [point for point in entry_points(group=GROUP) if point.name == name]
         if not points:
