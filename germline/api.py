@@ -35,7 +35,7 @@ class Result:
     """A finished run.
 
     Attributes:
-        model: The trained model: the module that was given to ``train``, with its new weights.
+        model: The trained model: the module that was given to ``train``, in evaluation mode, with its new weights.
         history: One row per generation, a dict of numbers.
         run: The directory of the run.
         summary: The numbers that the run came to, as ``germline train --json`` prints them.
@@ -162,6 +162,7 @@ def train(
             if session.journal is not None:
                 session.journal.close()
     model.load_state_dict(session.model().state_dict())
+    model.eval()
     if summary["stopped_by"] == "interrupt":
         raise KeyboardInterrupt(f"interrupted; go on with resume={str(session.path)!r}")
     return Result(model, rows, session.path, summary)
@@ -313,7 +314,7 @@ class Search:
         scorer.adopt(Plan(**group.broadcast(asdict(scorer.chosen_plan))))
         facts: dict[str, Any] = {
             "noise on its device": noise.field_digest(scorer.device),
-            "model": scorer.genome.fingerprint,
+            "model": [scorer.genome.fingerprint, session.fixed_norms],
             "strategy": [strategy.name, describe_settings(strategy), session.seed],
             "kind of device": scorer.device.type,
             "generation": session.generation,
@@ -323,13 +324,13 @@ class Search:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module, with the weights of the center written into it."""
+        """The user's module in evaluation mode, with the weights of the center written into it."""
         session = self._session
         session.scorer.genome.write(session.state.theta, self._module)
         if session.given_batch is not None:
-            device = next(self._module.parameters()).device
-            refresh_statistics(self._module, iter([session.given_batch.to(device)]))
-        return self._module
+            batch = session.given_batch.copy().to(next(self._module.parameters()).device)
+            refresh_statistics(self._module, iter([batch]), session.fixed_norms)
+        return self._module.eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a search needs to go on: plain values and tensors, for ``torch.save``.
@@ -345,6 +346,7 @@ class Search:
             "settings": describe_settings(session.strategy),
             "seed": session.seed,
             "plan": asdict(plan) if plan is not None else None,
+            "fixed_norms": session.fixed_norms,
             "layout": session.scorer.genome.fingerprint,
             "generation": session.generation,
             "tree": tree,
@@ -369,6 +371,7 @@ class Search:
             plan=plan,
             dtype=scorer.dtype,
             dropout=scorer.dropout,
+            norms=state.get("fixed_norms", session.fixed_norms),
         )
         tensors = {name: tensor.to(restored.scorer.device) for name, tensor in state["tensors"].items()}
         restored.state = unpack(restored.state, state["tree"], tensors)

@@ -211,16 +211,22 @@ def refuse_shared_memory(module: nn.Module) -> None:
         furthest = max(furthest, memory, key=lambda r: (r.device, r.stop))
 
 
+def tracks_statistics(part: nn.Module) -> bool:
+    """Return whether a part of a module is a norm (of batches or instances) with running statistics."""
+    return isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None
+
+
 def frozen_sha256(module: nn.Module) -> str:
     """Return the hash of what a run needs of a module in addition to theta: frozen parameters, persistent buffers.
 
-    The running statistics of batch norm are left out, since they are re-estimated.
+    The running statistics of norms in training mode are left out, since they are re-estimated.
 
     Args:
         module: the module of a run.
     """
     trainable = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    parts = module.named_modules(remove_duplicate=False)
+    norms = [name for name, part in parts if tracks_statistics(part) and part.training]
     buffers = ("running_mean", "running_var", "num_batches_tracked")
     statistics = {f"{norm}.{buffer}".lstrip(".") for norm in norms for buffer in buffers}
     digest = hashlib.sha256()

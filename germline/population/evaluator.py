@@ -20,6 +20,7 @@ from germline.objective import Batch, Objective, iterate_tensors
 from germline.population.block import Block, Generation, current_block
 from germline.population.buffers import ALIGNMENT
 from germline.population.isolation import ThreadModule, copy_module, isolated_generators
+from germline.population.norms import tracking_norms
 from germline.population.plan import Plan
 from germline.population.population_module import enable_dropout, make_population_module
 from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
@@ -262,37 +263,16 @@ def select_member(outputs: Any, i: int) -> Any:
 
 
 def make_evaluation_copy(module: nn.Module) -> nn.Module:
-    """Return a copy that computes without side effects: no dropout, and batch norm by the statistics of the batch."""
+    """Return a copy that computes without side effects: no dropout, and norms by their mode in the module.
+
+    Norms in evaluation mode use their running statistics, and norms in training mode those of the batch.
+    """
+    norms_in_training = tracking_norms(module, training=True)
     module = copy.deepcopy(module).eval()
-    for part in module.modules():
+    for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if name in norms_in_training:
             part.track_running_stats = False
             part.running_mean = part.running_var = None
     return module
-
-
-@torch.no_grad()
-def refresh_statistics(module: nn.Module, batches: Iterator[Batch]) -> None:
-    """Estimate the running statistics of batch norm again, for the weights that the module now has.
-
-    Args:
-        module: the module, whose batch norms are changed.
-        batches: the batches whose statistics are averaged.
-    """
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    before = [(part, part.momentum, part.training) for part in norms if part.track_running_stats]
-    if not before:
-        return
-    try:
-        for part, _, _ in before:
-            part.reset_running_stats()
-            part.momentum = None  # a plain average
-            part.train()
-        for batch in batches:
-            module(*batch.args, **batch.kwargs)
-    finally:
-        for part, momentum, training in before:
-            part.momentum = momentum
-            part.train(training)

@@ -1,0 +1,160 @@
+"""What people find out in their first hour with the package holds: each test is one answer."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import germline as gl
+from germline.engine.header import build_header
+from germline.engine.journal import Journal
+from germline.genome import Genome
+from germline.objective import Batch, Objective
+from germline.population import Evaluator, Plan
+from germline.population.plan import Method
+from germline.strategies import Candidates
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+X, Y = torch.randn(40, 3, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+
+
+class Frozen(nn.Module):
+    """A frozen body with norms, which comes first, then trained layers with a norm of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.scaled = nn.SyncBatchNorm(4)  # in evaluation mode, but its weight and bias are trained
+        self.instance = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
+        self.usual = nn.BatchNorm2d(4)  # by the statistics of the batch
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.usual(self.instance(self.scaled(self.body(x))))
+        out: Tensor = self.head(self.drop(x.mean((2, 3))))
+        return out
+
+
+def frozen_net() -> Frozen:
+    """Return a net whose norms have seen something, with its body and two of its other norms in evaluation mode."""
+    net = gl.seeded(1, Frozen)
+    assert isinstance(net, Frozen)
+    with torch.no_grad():
+        net.scaled.eval()  # SyncBatchNorm trains on GPUs only
+        net.scaled.running_mean, net.scaled.running_var = torch.randn(4), torch.rand(4) + 0.5
+        net(2 * X + 1)
+    net.body.requires_grad_(False)
+    for part in (net.body, net.scaled, net.instance):
+        part.eval()
+    return net
+
+
+def statistics(net: nn.Module, *names: str) -> list[Tensor]:
+    return [net.get_submodule(name).get_buffer(buffer).clone() for name in names for buffer in STATISTICS]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(*pair) for pair in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("method", ["population", "vmap", "loop", "isolated"])
+def test_norms_in_eval_mode_use_their_statistics_in_every_member(method: Method) -> None:
+    net, batch = frozen_net(), Batch.from_raw((X, Y))
+    genome, members = Genome.from_module(net), np.arange(4)
+    candidates = Candidates(gl.OpenAIES().field(2, genome), 0, genome.read(net), sigma=0.3)
+    evaluator = Evaluator.build(net, genome, Objective(F.cross_entropy), torch.device("cpu"), Plan(4, method))
+    before = statistics(net, "body.1", "scaled", "instance", "usual")
+    with torch.no_grad():
+        outputs = evaluator.outputs(evaluator.generation(candidates, batch), members)
+        for member in members:
+            plain = copy.deepcopy(net)  # torch's own convention: each norm by its mode
+            plain.drop.eval()
+            genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], plain)
+            assert torch.allclose(outputs[member], plain(X), rtol=1e-4, atol=1e-5)
+    assert same(before, statistics(net, "body.1", "scaled", "instance", "usual"))
+
+
+@pytest.mark.parametrize("strategy", ["openai-es", "gradient", "pesgd"])
+def test_norms_in_eval_mode_keep_their_statistics(strategy: str, tmp_path: Path) -> None:
+    strategies = {
+        "openai-es": gl.OpenAIES(population=8, sigma=0.1),
+        "gradient": gl.Gradient(optimizer="sgd", lr=0.1, slices=1),
+        "pesgd": gl.PESGD(population=2, optimizer="sgd", lr=0.1),
+    }
+    settings: dict[str, Any] = {"loss": F.cross_entropy, "strategy": strategies[strategy], "data": (X, Y)}
+    fixed, net = ("body.1", "scaled", "instance"), frozen_net()
+    start, before = copy.deepcopy(net), statistics(net, *fixed)
+    usual = statistics(net, "usual")
+    result = gl.train(net, generations=4, run=tmp_path / "whole", **settings)
+    assert same(before, statistics(net, *fixed))
+    assert not same(usual, statistics(net, "usual"))
+    exported = load_file(tmp_path / "whole" / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in net.state_dict().items())
+    # the header decides, whatever the mode of the module that is given to go on with
+    half = gl.train(copy.deepcopy(start), generations=2, run=tmp_path / "half", **settings)
+    assert half.summary["theta_sha256"] != result.summary["theta_sha256"]
+    resumed = gl.train(copy.deepcopy(start).train(), generations=4, resume=tmp_path / "half", **settings)
+    assert resumed.summary["theta_sha256"] == result.summary["theta_sha256"]
+    other = gl.train(copy.deepcopy(start).train(), generations=4, run=tmp_path / "train", **settings)
+    assert other.summary["theta_sha256"] != result.summary["theta_sha256"]
+    changed = copy.deepcopy(start)
+    changed.body[1].get_buffer("running_mean").add_(1)
+    with pytest.raises(gl.BadInput, match="buffers"):
+        gl.train(changed, generations=5, resume=tmp_path / "half", **settings)
+    if strategy == "gradient":  # the first step, by plain torch
+        plain = copy.deepcopy(start)
+        plain.drop.eval()
+        torch.autograd.backward(F.cross_entropy(plain(X), Y))
+        one = gl.train(copy.deepcopy(start), generations=1, run=tmp_path / "one", **settings).model
+        trained = dict(one.named_parameters())
+        for name, p in plain.named_parameters():
+            step = p.grad if p.grad is not None else torch.zeros_like(p)
+            assert torch.allclose(trained[name], p - 0.1 * step, atol=1e-5), name
+
+
+def test_the_header_names_norms_in_eval_mode_only(tmp_path: Path) -> None:
+    for net, expected in ((frozen_net(), ["body.1", "scaled", "instance"]), (frozen_net().train(), None)):
+        search = gl.Search(net, gl.OpenAIES(population=4), loss=F.cross_entropy)
+        search.step(X, Y)
+        assert build_header(search._session, {}).get("fixed_norms") == expected
+    run = gl.train(nn.Linear(2, 1), objective=lambda net: net.bias.item() ** 2, generations=1, run=tmp_path / "plain")
+    assert "fixed_norms" not in Journal.open(run.run).header
+
+
+def test_models_are_returned_in_eval_mode(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return gl.seeded(
+            0, lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
+        )
+
+    x = torch.randn(200, 6)
+    y = (x[:, 0] > 0).long()
+    state = torch.get_rng_state()
+    for dropout in (False, True):
+        result = gl.train(
+            build(),
+            (x, y),
+            loss=F.cross_entropy,
+            test=(x, y),
+            strategy=gl.OpenAIES(population=16),
+            generations=15,
+            dropout=dropout,
+            run=tmp_path / str(dropout),
+        )
+        assert not any(part.training for part in result.model.modules())
+        assert float(gl.accuracy(result.model(x), y)) == pytest.approx(result.summary["metrics"]["test_accuracy"])
+        hidden = result.model[0](x)  # type: ignore[index]
+        assert torch.allclose(result.model[1].running_mean, hidden.mean(0), atol=1e-5)  # type: ignore[index]
+        search = gl.Search(build(), gl.OpenAIES(population=16), loss=F.cross_entropy, dropout=dropout)
+        search.step(x, y)
+        first = {name: value.clone() for name, value in search.model.state_dict().items()}
+        assert same(list(first.values()), list(search.model.state_dict().values()))
+        assert not any(part.training for part in search.model.modules())
+        assert torch.allclose(first["1.running_var"], search.model[0](x).var(0), rtol=1e-4)  # type: ignore[index]
+    assert torch.equal(state, torch.get_rng_state())
