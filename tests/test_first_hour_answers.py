@@ -1,6 +1,8 @@
 """What people find out in their first hour with the package holds: each test is one answer."""
 
 import copy
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from germline.engine.header import build_header
 from germline.engine.journal import Journal
 from germline.genome import Genome
 from germline.objective import Batch, Objective
-from germline.population import Evaluator, Plan
+from germline.population import Evaluator, Plan, SlowPath
 from germline.population.plan import Method
 from germline.strategies import Candidates
 
@@ -158,3 +160,32 @@ def test_models_are_returned_in_eval_mode(tmp_path: Path) -> None:
         assert not any(part.training for part in search.model.modules())
         assert torch.allclose(first["1.running_var"], search.model[0](x).var(0), rtol=1e-4)  # type: ignore[index]
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_the_price_of_a_slow_path_includes_the_score() -> None:
+    def slow_score(output: Tensor, target: Tensor) -> float:
+        time.sleep(0.01)
+        return float((output.argmax(1) == target).float().mean().item())
+
+    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return F.cross_entropy(output, target)
+
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out if out.sum() > 0 else 2 * out
+
+    x, y = torch.randn(32, 6), torch.arange(32) % 3
+    strategy = gl.OpenAIES(population=4)
+    cases: list[tuple[nn.Module, dict[str, Any]]] = [
+        (nn.Linear(6, 3), {"score": slow_score}),
+        (Branches(6, 3), {"loss": slow_loss}),
+    ]
+    for model, goal in cases:
+        search = gl.Search(model, strategy, seed=0, **goal)
+        with pytest.warns(SlowPath, match="This model is evaluated in a slower way, ") as caught:
+            search.step(x, y)
+        (sentence,) = (str(warning.message) for warning in caught if warning.category is SlowPath)
+        (price,) = re.findall(r"\(about ([0-9.]+) ms each, with the score\), because ", sentence)
+        assert float(price) >= 10

@@ -10,7 +10,7 @@ from germline.population.check import (
     SURVIVAL,
     choose_dtype,
     choose_plan,
-    first_sentence,
+    describe_error,
     matches_plain_copy,
     rank_correlation,
     score_first_members,
