@@ -3,6 +3,7 @@
 import copy
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from germline.genome import Genome
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath
 from germline.population.plan import Method
+from germline.population.rules import losses
 from germline.strategies import Candidates
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -189,3 +191,53 @@ def test_the_price_of_a_slow_path_includes_the_score() -> None:
         (sentence,) = (str(warning.message) for warning in caught if warning.category is SlowPath)
         (price,) = re.findall(r"\(about ([0-9.]+) ms each, with the score\), because ", sentence)
         assert float(price) >= 10
+
+
+def probabilities(target: Tensor) -> Tensor:
+    return F.one_hot(target.clamp_min(0), 10) * 0.7 + 0.03
+
+
+IGNORED = torch.arange(24) % 10
+IGNORED[::5] = -100
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "cross_entropy": (F.cross_entropy, torch.arange(24) % 10),
+    "module": (nn.CrossEntropyLoss(), torch.arange(24) % 10),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), torch.arange(24) % 10),
+    "none": (lambda output, target: F.cross_entropy(output, target, reduction="none").square().mean(), IGNORED),
+    "ignored": (F.cross_entropy, IGNORED),
+    "ignored index": (nn.CrossEntropyLoss(ignore_index=3), torch.arange(24) % 10),
+    "weights": (nn.CrossEntropyLoss(torch.linspace(0.1, 2, 10)), IGNORED),
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.2), IGNORED),
+    "probabilities": (lambda output, target: F.cross_entropy(output, probabilities(target)), torch.arange(24) % 10),
+    "one example": (lambda output, target: F.cross_entropy(output[3], target[3]), torch.arange(24) % 10),
+    "pixels": (lambda output, target: F.cross_entropy(output.T[None], target[None]), torch.arange(24) % 10),
+    "binary": (lambda output, target: F.binary_cross_entropy_with_logits(20 * output, probabilities(target)), IGNORED),
+    "mse": (lambda output, target: F.mse_loss(output, probabilities(target)), IGNORED),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_fast_and_those_of_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, target = LOSSES[name]
+    fast: list[bool] = []
+    is_suitable = losses.is_suitable
+
+    def note(output: Tensor, reduction: str) -> bool:
+        fast.append(is_suitable(output, reduction))
+        return fast[-1]
+
+    monkeypatch.setattr(losses, "is_suitable", note)
+    net, x = gl.seeded(0, lambda: nn.Linear(5, 10)), 3 * X[:24, 0, 0, :5]
+    genome, members = Genome.from_module(net), np.arange(6)
+    candidates = Candidates(gl.OpenAIES().field(0, genome), 0, genome.read(net), sigma=0.5)
+    evaluator = Evaluator.build(net, genome, Objective(loss), torch.device("cpu"), Plan(6, "population"))
+    scores = evaluator.score_block(evaluator.generation(candidates, Batch.from_raw((x, target))), members)
+    plain, exact = copy.deepcopy(net), copy.deepcopy(loss)
+    if isinstance(exact, nn.Module):
+        exact = exact.double()
+    for member in members:
+        genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], plain)
+        with torch.no_grad():
+            assert scores[member] == pytest.approx(float(exact(plain(x).double(), target)), rel=1e-6, abs=2e-7)
+    slow = ("weights", "smoothing", "probabilities", "pixels", "mse")
+    assert fast == ([] if name in slow else [True])

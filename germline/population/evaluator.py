@@ -24,8 +24,8 @@ from germline.population.norms import tracking_norms
 from germline.population.plan import Plan
 from germline.population.population_module import enable_dropout, make_population_module
 from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
+from germline.population.rules.faster import FasterFunctions
 from germline.population.rules.pending import materialize
-from germline.population.rules.pooling import FasterFunctions
 from germline.strategies.candidates import Candidates
 
 ALL_BLOCKS = slice(None)  # of the blocks of a population
@@ -133,7 +133,8 @@ class Evaluator:
                 outputs = self.outputs(generation, members)
                 if self.plan.vectorized:
                     score = vmap(lambda output: self.objective.function(output, batch.target))
-                    return torch.as_tensor(score(outputs)).reshape(len(members)).float()
+                    with FasterFunctions():
+                        return torch.as_tensor(score(outputs)).reshape(len(members)).float()
                 scores = [self.objective.function(select_member(outputs, i), batch.target) for i in range(len(members))]
             scalars = [torch.as_tensor(score, dtype=torch.float32, device=self.device) for score in scores]
             return torch.stack([scalar.detach().reshape(()) for scalar in scalars])
