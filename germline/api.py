@@ -87,7 +87,7 @@ def train(
         data: The training data: a tuple or dict of tensors, a Dataset or a DataLoader.
         loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target), differentiable or not, to maximize unless ``maximize=False``.
-        objective: A function of the model, to minimize unless ``maximize=True``.
+        objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
         maximize: Whether a score or an objective is maximized.
         dev: Data that is scored every ``evaluate_every`` generations.
         test: Further data that is scored, like ``dev``.
@@ -208,7 +208,7 @@ class Search:
         strategy: The algorithm; ``gl.OpenAIES()`` if not given.
         loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target) to maximize unless ``maximize=False``.
-        objective: A function of the model, to minimize unless ``maximize=True``.
+        objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
         maximize: Whether a score or an objective is maximized.
         seed: The seed of the search's random numbers.
         fleet: Who evaluates the members; ``gl.Local()`` if not given.

@@ -5,6 +5,7 @@ The batch of a generation is a function of (seed, generation): every member on e
 
 import hashlib
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from germline.errors import BadInput
 from germline.noise import Field, Stream
+from germline.simulators import draw_seed, find_environment, takes_seed
 
 TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a dict batch may hold its target
 EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
@@ -325,18 +327,37 @@ class Objective:
         maximize: Whether larger is better.
         of_model: Whether ``function`` takes the whole model.
         metrics: Functions of (output, target) by which splits are measured; None until ``checked_on`` chooses them.
+        takes_seed: Whether ``function`` takes the seed of a generation in addition to the model.
+        run_seed: The seed of the run, from which the seeds of generations are drawn.
+        warned: The names of environments of which ``warn_of_threads`` has warned.
     """
 
     function: Callable[..., Any]
     maximize: bool = False
     of_model: bool = False
     metrics: Mapping[str, Metric] | None = None
+    takes_seed: bool = False
+    run_seed: int = 0
+    warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
-    def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None) -> Any:
-        """Return the score of a model on a batch."""
+    def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None, generation: int = 0) -> Any:
+        """Return the score of a model on a batch, or by a function of the model with the seed of a generation."""
         if self.of_model or batch is None:
-            return self.function(model)
+            return self.score_model(model, generation)
         return self.function(model(*batch.args, **batch.kwargs), batch.target)
+
+    def score_model(self, model: nn.Module | Callable[..., Any], generation: int) -> Any:
+        """Return the score by a function of the model, which gets the seed of a generation if it takes one."""
+        return self.function(model, draw_seed(self.run_seed, generation)) if self.takes_seed else self.function(model)
+
+    def warn_of_threads(self) -> None:
+        """Warn, once for each name, if threads that call the function at the same time would share an environment."""
+        name = find_environment(self.function) if self.of_model else None
+        if name is not None and name not in self.warned:
+            self.warned.add(name)
+            advice = "use processes (gl.SPMD, or --fleet spmd --workers N), or make an environment in each call"
+            message = f"The objective holds {name}, an object with reset and step, which several threads would share"
+            warnings.warn(f"{message}: {advice}.", UserWarning, stacklevel=2)
 
     @torch.no_grad()
     def checked_on(self, module: nn.Module, batch: Batch | None) -> "Objective":
@@ -355,7 +376,10 @@ class Objective:
             with seeded_generators(0):
                 if batch is not None:
                     output = module(*batch.args, **batch.kwargs)
-                score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
+                if self.of_model or batch is None:
+                    score = self.score_model(module, 0)
+                else:
+                    score = self.function(output, batch.target)
             size = score.numel() if isinstance(score, Tensor) else np.size(score)
             if size == 1:
                 float(score)  # raises if it is not a number
@@ -398,7 +422,7 @@ def build_objective(
     Args:
         loss: A function of (output, target) to be minimized.
         score: A function of (output, target) to be maximized, unless ``maximize`` is False.
-        objective: A function of the model to be minimized, unless ``maximize`` is True.
+        objective: A function of the model, or of the model and a seed, to be minimized unless ``maximize`` is True.
         maximize: Whether larger is better; None for the default of what is given.
         metrics: Functions of (output, target) by which splits are measured; None for the default ones.
 
@@ -412,7 +436,8 @@ def build_objective(
     if name == "loss" and maximize:
         raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
     larger_is_better = name == "score" if maximize is None else maximize
-    return Objective(function, larger_is_better, of_model=name == "objective", metrics=metrics)
+    of_model = name == "objective"
+    return Objective(function, larger_is_better, of_model, metrics, takes_seed=of_model and takes_seed(function))
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

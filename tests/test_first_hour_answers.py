@@ -1,8 +1,10 @@
 """What people find out in their first hour with the package holds: each test is one answer."""
 
 import copy
+import functools
 import re
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import germline as gl
+from germline.engine.follower import Follower
 from germline.engine.header import build_header
 from germline.engine.journal import Journal
 from germline.genome import Genome
@@ -23,6 +26,8 @@ from germline.population import Evaluator, Plan, SlowPath
 from germline.population.plan import Method
 from germline.population.rules import losses
 from germline.strategies import Candidates
+from tests.test_cluster import open_cluster
+from tests.threads import ranks_as_threads
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 X, Y = torch.randn(40, 3, 6, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
@@ -241,3 +246,97 @@ def test_losses_are_fast_and_those_of_torch(name: str, monkeypatch: pytest.Monke
             assert scores[member] == pytest.approx(float(exact(plain(x).double(), target)), rel=1e-6, abs=2e-7)
     slow = ("weights", "smoothing", "probabilities", "pixels", "mse")
     assert fast == ([] if name in slow else [True])
+
+
+class Simulator:
+    """A noisy objective of (model, seed), which notes the seeds that it gets."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    def __call__(self, model: nn.Module, seed: int) -> float:
+        self.seeds.append(seed)
+        noise = np.random.default_rng(seed).normal(size=6)
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double().numpy()
+        return float(np.square(weights - 1 + 0.3 * noise).sum())
+
+
+def test_an_objective_gets_a_seed_of_the_generation(tmp_path: Path) -> None:
+    net = gl.seeded(0, lambda: nn.Linear(5, 1))
+    strategy, generations = gl.OpenAIES(population=8, sigma=0.1), 12
+    settings: dict[str, Any] = {"strategy": strategy, "evaluate_every": 5, "seed": 7}
+
+    def train(fleet: Any, name: str, **more: Any) -> tuple[str, list[int], dict[str, Any]]:
+        simulator = Simulator()
+        model, given = copy.deepcopy(net), {**settings, "run": tmp_path / name, "generations": generations, **more}
+        result = gl.train(model, objective=simulator, fleet=fleet, **given)
+        return str(result.summary["theta_sha256"]), simulator.seeds, {**result.summary["metrics"], "model": model}
+
+    expected, seeds, about = train(gl.Local("cpu"), "local")
+    distinct = list(dict.fromkeys(seeds))
+    assert len(distinct) == generations  # one for all members of a generation, and the trial and the center have it too
+    assert all(isinstance(seed, int) and 0 <= seed < 2**31 for seed in distinct)
+    assert seeds.count(distinct[3]) == strategy.population
+    assert seeds.count(distinct[4]) == strategy.population + 1  # the center is measured after this generation
+    again = Simulator()
+    assert about["center_loss"] == pytest.approx(again(about["model"], distinct[-1]), abs=1e-5)
+    other = Simulator()
+    gl.train(copy.deepcopy(net), objective=other, generations=2, run=tmp_path / "other", strategy=strategy, seed=8)
+    assert not set(other.seeds) & set(seeds)
+    # the same on every fleet
+    assert train(gl.Local("cpu", workers=2), "threads")[:1] == (expected,)
+    half, first, _ = train(gl.Local("cpu"), "half", generations=6)
+    resumed, rest, _ = train(gl.Local("cpu"), "half", run=None, resume=tmp_path / "half")
+    assert half != resumed == expected
+    assert set(first) | set(rest) == set(seeds)
+    with ranks_as_threads(2) as run:
+        assert {sha for sha, _, _ in run(lambda rank: train(gl.SPMD(device="cpu", timeout=60), "spmd"))} == {expected}
+    with open_cluster() as cluster:
+        cluster.add_before_training(Follower, Follower)
+        assert train(cluster.fleet, "cluster")[0] == expected
+        assert all(worker.pieces > 0 for worker in cluster.fleet.crew.workers.values())
+    # one argument, or a second one with a default, stays as it is
+    for function in (lambda model: 0.0, lambda model, scale=2.0: float(scale - 2.0)):
+        assert gl.train(copy.deepcopy(net), objective=function, generations=1, run=tmp_path / str(id(function)))
+    with pytest.raises(gl.BadInput, match="not an objective"):
+        gl.train(
+            net,
+            (X[:, 0, 0, :5], Y),
+            objective=Simulator(),
+            strategy=gl.Gradient(),
+            generations=1,
+            run=tmp_path / "gradient",
+        )
+
+
+def test_threads_that_share_an_environment_are_noticed(tmp_path: Path) -> None:
+    class Environment:
+        def reset(self, seed: int) -> float:
+            return 0.0
+
+        def step(self, action: float) -> tuple[float, bool]:
+            return -abs(action), True
+
+    env = Environment()
+
+    def objective(model: nn.Linear, seed: int) -> float:
+        env.reset(seed)
+        return env.step(float(model.bias))[0]
+
+    def make_its_own(model: nn.Linear, seed: int) -> float:
+        return Environment().step(float(model.bias))[0]
+
+    def train(function: Callable[..., Any], workers: int | None) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = tmp_path / f"{id(function)}-{workers}"
+            fleet = gl.Local("cpu", workers=workers)
+            gl.train(nn.Linear(1, 1), objective=function, maximize=True, generations=3, fleet=fleet, run=run)
+        return [str(warning.message) for warning in caught]
+
+    (sentence,) = train(objective, 2)
+    assert "The objective holds env, an object with reset and step" in sentence
+    assert "--fleet spmd" in sentence
+    holder = functools.partial(lambda model, env: 0.0, env=env)
+    assert len(train(holder, 2)) == 1
+    assert train(objective, None) == train(objective, 1) == train(make_its_own, 2) == []

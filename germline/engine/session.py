@@ -138,7 +138,10 @@ class Session:
                 set_fixed_norms(module, norms)
         assert genome is not None
         check_strategy(strategy)
+        if objective.takes_seed and strategy.kind != "evolve":
+            raise BadInput(f"The strategy {strategy.name} needs data and a loss of (output, target), not an objective.")
         strategy = strategy.bind(genome)
+        objective = replace(objective, run_seed=seed)  # from which it draws the seed of a generation
         scorer = Scorer(module, genome, objective, device, dtype, dropout, plan)
         session = cls(strategy, scorer, fleet, seed, strategy.field(seed, genome), find_driver(strategy))
         session.state = session.driver.init(session, session.read_theta())
@@ -326,10 +329,10 @@ class Session:
 
     def measure(self, batch: Batch | None) -> dict[str, float]:
         """Return the center's score on a batch, and the metrics of the data sets that are evaluated."""
-        objective = self.scorer.objective
+        objective, last = self.scorer.objective, max(self.generation - 1, 0)
         with torch.no_grad(), single_threaded_torch():  # a metric may end the run: it must not depend on threads
             model = self.model()
-            metrics = {f"center_{objective_name(objective)}": float(objective.score(model, batch))}
+            metrics = {f"center_{objective_name(objective)}": float(objective.score(model, batch, last))}
             for split in self.eval_splits:
                 if split in self.splits:
                     values = objective.evaluate(model, self.splits[split], self.scorer.device)

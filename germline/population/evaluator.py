@@ -170,7 +170,7 @@ class Evaluator:
         """Return the score of one member, from a plain module with its weights."""
         with self._member_module(generation, member) as (module, batch):
             if batch is None or self.objective.of_model:
-                return self.objective.function(module)
+                return self.objective.score_model(module, int(generation.candidates.generation))
             return self.objective.function(to_float32(module(*batch.args, **batch.kwargs)), batch.target)
 
     @contextmanager

@@ -28,7 +28,7 @@ class Recipe:
         test: The set that results are reported on, in the same forms.
         loss: A function of (output, target) to be minimized. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target) to be maximized, unless ``maximize`` is False.
-        objective: A function of the model to be minimized, unless ``maximize`` is True.
+        objective: A function of the model, or of (model, seed), to be minimized unless ``maximize`` is True.
         maximize: Whether larger is better.
         metrics: Functions of (output, target) by which dev and test are measured; by default accuracy for classes.
         strategy: The strategy that trains the model.
