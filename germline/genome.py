@@ -57,9 +57,10 @@ class Genome:
             module: any module with trainable parameters.
 
         Raises:
-            BadInput: if there are no trainable parameters, or one is lazy, is not a real floating-point tensor, or
-                shares memory with another tensor of the module.
+            BadInput: if there are no trainable parameters, or one is lazy, is not a real floating-point tensor,
+                belongs to a ScriptModule, or shares memory with another tensor of the module.
         """
+        refuse_script_modules(module)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
@@ -178,6 +179,19 @@ class Genome:
             raise BadInput(f"The module does not fit this genome: expected {counts}.")
         named = dict(module.named_parameters(remove_duplicate=False))
         return [named[slot.name] for slot in self.slots]
+
+
+def refuse_script_modules(module: nn.Module) -> None:
+    """Raise BadInput if a module, or a part of it with trainable parameters, was made by torch.jit.
+
+    A copy of such a module has no trainable parameters, so its members could not be told apart.
+    """
+    scripted = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    for name, part in scripted:
+        if not name or any(parameter.requires_grad for parameter in part.parameters()):
+            what = f"The module's part {name}" if name else "The module"
+            reason = "is a ScriptModule (torch.jit.script or torch.jit.trace), whose parameters cannot be replaced"
+            raise BadInput(f"{what} {reason}: train the nn.Module that it was made from, and script it afterwards.")
 
 
 class MemoryRange(NamedTuple):

@@ -25,6 +25,7 @@ from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath
 from germline.population.plan import Method
 from germline.population.rules import losses
+from germline.recipes import make_recipe
 from germline.strategies import Candidates
 from tests.test_cluster import open_cluster
 from tests.threads import ranks_as_threads
@@ -340,3 +341,33 @@ def test_threads_that_share_an_environment_are_noticed(tmp_path: Path) -> None:
     holder = functools.partial(lambda model, env: 0.0, env=env)
     assert len(train(holder, 2)) == 1
     assert train(objective, None) == train(objective, 1) == train(make_its_own, 2) == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_script_modules_are_refused_with_advice(tmp_path: Path) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(16, 4)
+    settings: dict[str, Any] = {"data": (x, x[:, :3]), "loss": F.mse_loss, "generations": 1}
+    scripted, traced = torch.jit.script(net), torch.jit.trace(net, x)  # type: ignore[no-untyped-call]
+    frozen = torch.jit.freeze(torch.jit.script(copy.deepcopy(net).eval()))
+    for module in (scripted, traced, frozen, nn.Sequential(scripted, nn.Linear(3, 3))):
+        with pytest.raises(gl.BadInput, match=r"is a ScriptModule .*: train the nn\.Module that it was made from"):
+            gl.train(module, run=tmp_path / "refused", **settings)
+    mixed = nn.Sequential(torch.jit.script(copy.deepcopy(net).requires_grad_(False)), nn.Linear(3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPath)
+        gl.train(mixed, run=tmp_path / "mixed", **settings)
+
+
+def test_errors_in_a_recipe_name_the_users_line(tmp_path: Path) -> None:
+    sources = {
+        "missing.py": ("import os\nimport nowhere_to_be_found\n", r"nowhere_to_be_found' \(.*missing.py, line 2\)$"),
+        "syntax.py": ("x = 1\ndef recipe(:\n    pass\n", r"SyntaxError: .*\(syntax.py, line 2\)$"),
+        "fails.py": ("def recipe():\n    return 1 / 0\n", r"division by zero \(.*fails.py, line 2\)$"),
+    }
+    for name, (text, expected) in sources.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(gl.BadInput, match=expected) as raised:
+            make_recipe(str(tmp_path / name), {}, seed=0)
+        assert "importlib" not in str(raised.value)
+    with pytest.raises(gl.BadInput, match=r"No module named 'nowhere_to_be_found'$"):
+        make_recipe("nowhere_to_be_found:recipe", {}, seed=0)

@@ -117,7 +117,12 @@ def make_recipe(name: str, settings: Mapping[str, str], seed: int) -> Recipe:
 
 
 def format_error(error: Exception) -> str:
-    """Return the type and the message of an error in the user's code, and the line where it happened."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    """Return the type and the message of an error in the user's code, and the line where it happened.
+
+    A syntax error has its line in its message. Lines of this file and of Python's import system say nothing.
+    """
+    frames = [] if isinstance(error, SyntaxError) else traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in Path(frame.filename).parts]
+    own = [frame for frame in own if not frame.filename.startswith("<frozen importlib")]
+    where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{where}"
