@@ -26,6 +26,7 @@ from germline.fleet.protocol import Fleet
 from germline.objective import Batch, Metric, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipes import Recipe
+from germline.sources import read_batch
 from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, pack, unpack
 from germline.strategies.settings import check_choice, is_over_run
 
@@ -84,7 +85,8 @@ def train(
 
     Args:
         model: The module to train; its trainable parameters are those with ``requires_grad``.
-        data: The training data: a tuple or dict of tensors, a Dataset or a DataLoader.
+        data: The training data: a tuple or dict of tensors or NumPy arrays, a list of tuples (input, target), a Dataset
+            or a DataLoader.
         loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target), differentiable or not, to maximize unless ``maximize=False``.
         objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
@@ -268,7 +270,7 @@ class Search:
         """Run one generation on a batch.
 
         Args:
-            batch: Inputs and target, or one dict; nothing for an objective of the model.
+            batch: Inputs and target, as tensors or NumPy arrays, or one dict; nothing for an objective of the model.
 
         Returns:
             The scores of all members, in member order.
@@ -280,7 +282,8 @@ class Search:
         session = self._session
         scorer, group = session.scorer, session.fleet.group
         if batch:
-            session.given_batch = Batch.from_raw(batch[0] if len(batch) == 1 else batch, scorer.device)
+            raw = read_batch(batch[0] if len(batch) == 1 else batch, scorer.genome.dtype)
+            session.given_batch = Batch.from_raw(raw, scorer.device)
         elif not scorer.objective.of_model:
             raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
         given = session.given_batch

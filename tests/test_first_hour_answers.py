@@ -371,3 +371,95 @@ def test_errors_in_a_recipe_name_the_users_line(tmp_path: Path) -> None:
         assert "importlib" not in str(raised.value)
     with pytest.raises(gl.BadInput, match=r"No module named 'nowhere_to_be_found'$"):
         make_recipe("nowhere_to_be_found:recipe", {}, seed=0)
+
+
+def test_data_may_be_arrays_and_lists_of_examples(tmp_path: Path) -> None:
+    x, y = X[:, 0, 0].clone(), Y.clone()
+    a, b = x.double().numpy(), y.numpy()
+    a.flags.writeable = False
+    sources: dict[str, Any] = {
+        "tensors": (x, y),
+        "arrays": (a, b),
+        "a list of arrays": [a, b],
+        "views of arrays": (a[::-1][::-1], b),
+        "mixed": (x, b),
+        "a dict of arrays": {"input": a, "label": b},
+        "pairs of tensors": list(zip(x, y, strict=True)),
+        "pairs of arrays": list(zip(a, b, strict=True)),
+        "pairs of an array and a number": [(row, int(label)) for row, label in zip(a, b, strict=True)],
+        "dicts": [{"input": row, "y": label} for row, label in zip(a, b, strict=True)],
+    }
+    weights, scores = set(), set()
+    for name, source in sources.items():
+        net = gl.seeded(0, lambda: nn.Linear(6, 3))
+        strategy = gl.OpenAIES(population=8)
+        result = gl.train(
+            net,
+            source,
+            dev=source,
+            test=source,
+            loss=F.cross_entropy,
+            strategy=strategy,
+            generations=2,
+            run=tmp_path / name,
+        )
+        weights.add(result.summary["theta_sha256"])
+        assert {"dev_accuracy", "test_accuracy"} <= set(result.summary["metrics"])
+        search = gl.Search(gl.seeded(0, lambda: nn.Linear(6, 3)), strategy, loss=F.cross_entropy)
+        step = source if isinstance(source, tuple) else (source,)
+        scores.add(search.step(*step).tobytes())
+    assert len(weights) == len(scores) == 1
+    double = gl.Search(nn.Linear(6, 3).double(), gl.OpenAIES(population=4), loss=F.cross_entropy)
+    assert double.step(a, b).shape == (4,)  # float64 stays float64 for a model that has it
+    bad: dict[str, tuple[Any, str]] = {
+        "text": ("data.csv", r"^data= is a str: give a tuple or dict of tensors or NumPy arrays"),
+        "strings": ((np.array(["a", "b"]), b[:2]), r"^data\[0\] is an array of <U1, for which torch has no type"),
+        "numbers": (([[1.0], [2.0]], b[:2]), r"^Part 0.0.0 of data= is a float, not a tensor or a NumPy array"),
+        "lengths": ((a, b[:3]), r"^The parts of data= must be inputs and target of one length: got .*40.*3"),
+        "shapes": ([(a[0], 1), (a[0, :2], 0)], r"^The examples of data= cannot be put into one batch"),
+        "nothing": ([], r"^data= is empty"),
+        "infinite": ((np.full_like(a, np.inf), b), r"infinite values in part 0 of data="),
+    }
+    for source, sentence in bad.values():
+        with pytest.raises(gl.BadInput, match=sentence):
+            gl.train(nn.Linear(6, 3), source, loss=F.cross_entropy, generations=1, run=tmp_path / "bad")
+    with pytest.raises(gl.BadInput, match=r"^dev= is a int"):
+        gl.train(nn.Linear(6, 3), (x, y), dev=3, loss=F.cross_entropy, generations=1, run=tmp_path / "bad")
+
+
+def test_targets_may_be_dicts_and_tuples_of_tensors(tmp_path: Path) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 3), nn.Linear(6, 1)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.two(x)[:, 0]
+
+    kinds: set[type] = set()
+
+    def of_dict(output: tuple[Tensor, Tensor], target: dict[str, Tensor]) -> Tensor:
+        kinds.add(type(target))
+        return F.cross_entropy(output[0], target["class"]) + F.mse_loss(output[1], target["size"])
+
+    def of_tuple(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+        kinds.add(type(target))
+        return F.cross_entropy(output[0], target[0]) + F.mse_loss(output[1], target[1])
+
+    x, y, size = X[:, 0, 0].clone(), Y, X[:, 1, 1, 1].clone()
+    hashes, scores, strategy = set(), set(), gl.OpenAIES(population=8)
+    for loss, target in ((of_dict, {"class": y, "size": size}), (of_tuple, (y.numpy(), size.numpy()))):
+        net, name = gl.seeded(0, TwoHeads), loss.__name__
+        data = (x, target)
+        result = gl.train(
+            net, data, test=data, loss=loss, strategy=strategy, generations=3, batch_size=16, run=tmp_path / name
+        )
+        hashes.add(result.summary["theta_sha256"])
+        with torch.no_grad():
+            expected = F.cross_entropy(net(x)[0], y) + F.mse_loss(net(x)[1], size)
+        assert result.summary["metrics"]["test_loss"] == pytest.approx(float(expected), rel=1e-5)
+        search = gl.Search(gl.seeded(0, TwoHeads), strategy, loss=loss)
+        scores.add(search.step(x, target).tobytes())
+        assert search._session.scorer.chosen_plan.method == "population"
+    assert kinds == {dict, tuple}
+    assert len(hashes) == len(scores) == 1
