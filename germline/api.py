@@ -26,6 +26,7 @@ from germline.fleet.protocol import Fleet
 from germline.objective import Batch, Metric, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipes import Recipe
+from germline.sources import read_batch
 from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, pack, unpack
 from germline.strategies.settings import check_choice, is_over_run
 
@@ -35,7 +36,7 @@ class Result:
     """A finished run.
 
     Attributes:
-        model: The trained model: the module that was given to ``train``, with its new weights.
+        model: The trained model: the module that was given to ``train``, in evaluation mode, with its new weights.
         history: One row per generation, a dict of numbers.
         run: The directory of the run.
         summary: The numbers that the run came to, as ``germline train --json`` prints them.
@@ -84,10 +85,11 @@ def train(
 
     Args:
         model: The module to train; its trainable parameters are those with ``requires_grad``.
-        data: The training data: a tuple or dict of tensors, a Dataset or a DataLoader.
+        data: The training data: a tuple or dict of tensors or NumPy arrays, a list of tuples (input, target), a Dataset
+            or a DataLoader.
         loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target), differentiable or not, to maximize unless ``maximize=False``.
-        objective: A function of the model, to minimize unless ``maximize=True``.
+        objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
         maximize: Whether a score or an objective is maximized.
         dev: Data that is scored every ``evaluate_every`` generations.
         test: Further data that is scored, like ``dev``.
@@ -162,6 +164,7 @@ def train(
             if session.journal is not None:
                 session.journal.close()
     model.load_state_dict(session.model().state_dict())
+    model.eval()
     if summary["stopped_by"] == "interrupt":
         raise KeyboardInterrupt(f"interrupted; go on with resume={str(session.path)!r}")
     return Result(model, rows, session.path, summary)
@@ -207,7 +210,7 @@ class Search:
         strategy: The algorithm; ``gl.OpenAIES()`` if not given.
         loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target) to maximize unless ``maximize=False``.
-        objective: A function of the model, to minimize unless ``maximize=True``.
+        objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
         maximize: Whether a score or an objective is maximized.
         seed: The seed of the search's random numbers.
         fleet: Who evaluates the members; ``gl.Local()`` if not given.
@@ -267,7 +270,7 @@ class Search:
         """Run one generation on a batch.
 
         Args:
-            batch: Inputs and target, or one dict; nothing for an objective of the model.
+            batch: Inputs and target, as tensors or NumPy arrays, or one dict; nothing for an objective of the model.
 
         Returns:
             The scores of all members, in member order.
@@ -279,7 +282,8 @@ class Search:
         session = self._session
         scorer, group = session.scorer, session.fleet.group
         if batch:
-            session.given_batch = Batch.from_raw(batch[0] if len(batch) == 1 else batch, scorer.device)
+            raw = read_batch(batch[0] if len(batch) == 1 else batch, scorer.genome.dtype)
+            session.given_batch = Batch.from_raw(raw, scorer.device)
         elif not scorer.objective.of_model:
             raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
         given = session.given_batch
@@ -313,7 +317,7 @@ class Search:
         scorer.adopt(Plan(**group.broadcast(asdict(scorer.chosen_plan))))
         facts: dict[str, Any] = {
             "noise on its device": noise.field_digest(scorer.device),
-            "model": scorer.genome.fingerprint,
+            "model": [scorer.genome.fingerprint, session.fixed_norms],
             "strategy": [strategy.name, describe_settings(strategy), session.seed],
             "kind of device": scorer.device.type,
             "generation": session.generation,
@@ -323,13 +327,13 @@ class Search:
 
     @property
     def model(self) -> nn.Module:
-        """The user's module, with the weights of the center written into it."""
+        """The user's module in evaluation mode, with the weights of the center written into it."""
         session = self._session
         session.scorer.genome.write(session.state.theta, self._module)
         if session.given_batch is not None:
-            device = next(self._module.parameters()).device
-            refresh_statistics(self._module, iter([session.given_batch.to(device)]))
-        return self._module
+            batch = session.given_batch.copy().to(next(self._module.parameters()).device)
+            refresh_statistics(self._module, iter([batch]), session.fixed_norms)
+        return self._module.eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a search needs to go on: plain values and tensors, for ``torch.save``.
@@ -345,6 +349,7 @@ class Search:
             "settings": describe_settings(session.strategy),
             "seed": session.seed,
             "plan": asdict(plan) if plan is not None else None,
+            "fixed_norms": session.fixed_norms,
             "layout": session.scorer.genome.fingerprint,
             "generation": session.generation,
             "tree": tree,
@@ -369,6 +374,7 @@ class Search:
             plan=plan,
             dtype=scorer.dtype,
             dropout=scorer.dropout,
+            norms=state.get("fixed_norms", session.fixed_norms),
         )
         tensors = {name: tensor.to(restored.scorer.device) for name, tensor in state["tensors"].items()}
         restored.state = unpack(restored.state, state["tree"], tensors)

@@ -57,9 +57,10 @@ class Genome:
             module: any module with trainable parameters.
 
         Raises:
-            BadInput: if there are no trainable parameters, or one is lazy, is not a real floating-point tensor, or
-                shares memory with another tensor of the module.
+            BadInput: if there are no trainable parameters, or one is lazy, is not a real floating-point tensor,
+                belongs to a ScriptModule, or shares memory with another tensor of the module.
         """
+        refuse_script_modules(module)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if not parameter.requires_grad:
@@ -180,6 +181,19 @@ class Genome:
         return [named[slot.name] for slot in self.slots]
 
 
+def refuse_script_modules(module: nn.Module) -> None:
+    """Raise BadInput if a module, or a part of it with trainable parameters, was made by torch.jit.
+
+    A copy of such a module has no trainable parameters, so its members could not be told apart.
+    """
+    scripted = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    for name, part in scripted:
+        if not name or any(parameter.requires_grad for parameter in part.parameters()):
+            what = f"The module's part {name}" if name else "The module"
+            reason = "is a ScriptModule (torch.jit.script or torch.jit.trace), whose parameters cannot be replaced"
+            raise BadInput(f"{what} {reason}: train the nn.Module that it was made from, and script it afterwards.")
+
+
 class MemoryRange(NamedTuple):
     """A memory range holds the elements of one tensor of a module."""
 
@@ -211,16 +225,22 @@ def refuse_shared_memory(module: nn.Module) -> None:
         furthest = max(furthest, memory, key=lambda r: (r.device, r.stop))
 
 
+def tracks_statistics(part: nn.Module) -> bool:
+    """Return whether a part of a module is a norm (of batches or instances) with running statistics."""
+    return isinstance(part, nn.modules.batchnorm._NormBase) and part.running_mean is not None
+
+
 def frozen_sha256(module: nn.Module) -> str:
     """Return the hash of what a run needs of a module in addition to theta: frozen parameters, persistent buffers.
 
-    The running statistics of batch norm are left out, since they are re-estimated.
+    The running statistics of norms in training mode are left out, since they are re-estimated.
 
     Args:
         module: the module of a run.
     """
     trainable = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
-    norms = [name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm)]
+    parts = module.named_modules(remove_duplicate=False)
+    norms = [name for name, part in parts if tracks_statistics(part) and part.training]
     buffers = ("running_mean", "running_var", "num_batches_tracked")
     statistics = {f"{norm}.{buffer}".lstrip(".") for norm in norms for buffer in buffers}
     digest = hashlib.sha256()

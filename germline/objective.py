@@ -5,6 +5,7 @@ The batch of a generation is a function of (seed, generation): every member on e
 
 import hashlib
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from germline.errors import BadInput
 from germline.noise import Field, Stream
+from germline.simulators import draw_seed, find_environment, takes_seed
+from germline.sources import collate_examples, is_list_of_examples, name_parts, to_tensors
 
 TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a dict batch may hold its target
 EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
@@ -150,13 +153,14 @@ class Data:
     needs_seed: bool = False
 
     @classmethod
-    def from_source(cls, source: Any, name: str = "data") -> "Data":
-        """Return the data of a tuple or dict of tensors, a Dataset or a DataLoader.
+    def from_source(cls, source: Any, name: str = "data", dtype: torch.dtype = torch.float32) -> "Data":
+        """Return the data of a tuple or dict of tensors or arrays, a list of examples, a Dataset or a DataLoader.
 
         Args:
             source: The data. The dataset, the collate function and the batch size of a DataLoader are used, its
                 sampler is not: batches are a function of seed and generation.
-            name: How error messages call the data.
+            name: The argument that the data were given as, for error messages.
+            dtype: The type that NumPy's float64 becomes.
 
         Raises:
             BadInput: The data are of another type, are empty, or hold NaN or infinite values.
@@ -167,35 +171,39 @@ class Data:
             return cls._from_dataset(source.dataset, source.collate_fn, source.batch_size, name)
         if isinstance(source, Dataset):
             return cls._from_dataset(source, default_collate, None, name)
+        if is_list_of_examples(source):
+            return cls._from_dataset(source, lambda examples: collate_examples(examples, name, dtype), None, name)
         if isinstance(source, Mapping | tuple | list):
-            return cls._from_tensors(source, name)
-        kind = type(source).__name__
-        raise BadInput(f"The {name} set is a {kind}: give a tuple of tensors, a Dataset or a DataLoader.")
+            if not source:
+                raise BadInput(f"{name}= is empty.")
+            return cls._from_tensors(to_tensors(source, name, dtype), name)
+        forms = (
+            "a tuple or dict of tensors or NumPy arrays, a list of tuples (input, target), a Dataset or a DataLoader"
+        )
+        raise BadInput(f"{name}= is a {type(source).__name__}: give {forms}.")
 
     @classmethod
     def _from_tensors(cls, source: Any, name: str) -> "Data":
-        items = source.items() if isinstance(source, Mapping) else enumerate(source)
-        tensors = {str(key): value for key, value in items}
+        tensors = dict(name_parts(source))
         for key, value in tensors.items():
             if not isinstance(value, Tensor):
-                raise BadInput(f"Part {key} of the {name} set is a {type(value).__name__}, not a tensor.")
-            check_tensor(value, f"part {key} of the {name} set")
+                raise BadInput(f"Part {key} of {name}= is a {type(value).__name__}, not a tensor or a NumPy array.")
+            check_tensor(value, f"part {key} of {name}=")
         lengths = {key: int(value.shape[0]) if value.dim() else 0 for key, value in tensors.items()}
-        if len(set(lengths.values())) != 1 or len(tensors) < 2:
-            raise BadInput(f"The parts of the {name} set must be inputs and target of one length: got {lengths}.")
+        if len(set(lengths.values())) != 1 or len(source) < 2:
+            raise BadInput(f"The parts of {name}= must be inputs and target of one length: got {lengths}.")
         length = next(iter(lengths.values()))
         if not length:
-            raise BadInput(f"The {name} set is empty.")
+            raise BadInput(f"{name}= is empty.")
         size = sum(value.nbytes for value in tensors.values())
-        copies: dict[torch.device, list[Tensor]] = {}  # of the whole set, on the GPUs that have room for it
+        copies: dict[torch.device, Any] = {}  # of the whole set, on the GPUs that have room for it
 
         def get(index: NDArray[np.int64], device: torch.device) -> Any:
             if device not in copies:
                 fits = device.type == "cuda" and size <= device_memory(device) // GPU_SHARE
-                copies[device] = [value.to(device) if fits else value for value in tensors.values()]
+                copies[device] = map_tensors(lambda value: value.to(device) if fits else value, source)
             numbers = torch.from_numpy(index)
-            rows = [value.index_select(0, numbers.to(value.device)) for value in copies[device]]
-            return dict(zip(tensors, rows, strict=True)) if isinstance(source, Mapping) else tuple(rows)
+            return map_tensors(lambda value: value.index_select(0, numbers.to(value.device)), copies[device])
 
         digest = hashlib.sha256()
         for key, value in tensors.items():
@@ -208,10 +216,10 @@ class Data:
         cls, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int | None, name: str
     ) -> "Data":
         if not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset):
-            raise BadInput(f"The {name} set must know its length and give any example by number; an iterable does not.")
+            raise BadInput(f"{name}= must know its length and give any example by number; an iterable does not.")
         length = len(dataset)
         if not length:
-            raise BadInput(f"The {name} set is empty.")
+            raise BadInput(f"{name}= is empty.")
 
         def get(index: NDArray[np.int64], device: torch.device) -> Any:
             return collate([dataset[int(i)] for i in index])
@@ -222,7 +230,7 @@ class Data:
             sample = get(numbers, torch.device("cpu"))
         digest = hashlib.sha256(f"{length};".encode())
         for tensor in iterate_tensors(sample):
-            check_tensor(tensor, f"an example of the {name} set")
+            check_tensor(tensor, f"an example of {name}=")
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(tensor_bytes(tensor))
         return cls(length, get, batch_size, digest.hexdigest(), needs_seed=True)
@@ -325,18 +333,37 @@ class Objective:
         maximize: Whether larger is better.
         of_model: Whether ``function`` takes the whole model.
         metrics: Functions of (output, target) by which splits are measured; None until ``checked_on`` chooses them.
+        takes_seed: Whether ``function`` takes the seed of a generation in addition to the model.
+        run_seed: The seed of the run, from which the seeds of generations are drawn.
+        warned: The names of environments of which ``warn_of_threads`` has warned.
     """
 
     function: Callable[..., Any]
     maximize: bool = False
     of_model: bool = False
     metrics: Mapping[str, Metric] | None = None
+    takes_seed: bool = False
+    run_seed: int = 0
+    warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
-    def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None) -> Any:
-        """Return the score of a model on a batch."""
+    def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None, generation: int = 0) -> Any:
+        """Return the score of a model on a batch, or by a function of the model with the seed of a generation."""
         if self.of_model or batch is None:
-            return self.function(model)
+            return self.score_model(model, generation)
         return self.function(model(*batch.args, **batch.kwargs), batch.target)
+
+    def score_model(self, model: nn.Module | Callable[..., Any], generation: int) -> Any:
+        """Return the score by a function of the model, which gets the seed of a generation if it takes one."""
+        return self.function(model, draw_seed(self.run_seed, generation)) if self.takes_seed else self.function(model)
+
+    def warn_of_threads(self) -> None:
+        """Warn, once for each name, if threads that call the function at the same time would share an environment."""
+        name = find_environment(self.function) if self.of_model else None
+        if name is not None and name not in self.warned:
+            self.warned.add(name)
+            advice = "use processes (gl.SPMD, or --fleet spmd --workers N), or make an environment in each call"
+            message = f"The objective holds {name}, an object with reset and step, which several threads would share"
+            warnings.warn(f"{message}: {advice}.", UserWarning, stacklevel=2)
 
     @torch.no_grad()
     def checked_on(self, module: nn.Module, batch: Batch | None) -> "Objective":
@@ -355,7 +382,10 @@ class Objective:
             with seeded_generators(0):
                 if batch is not None:
                     output = module(*batch.args, **batch.kwargs)
-                score = self.function(module) if self.of_model or batch is None else self.function(output, batch.target)
+                if self.of_model or batch is None:
+                    score = self.score_model(module, 0)
+                else:
+                    score = self.function(output, batch.target)
             size = score.numel() if isinstance(score, Tensor) else np.size(score)
             if size == 1:
                 float(score)  # raises if it is not a number
@@ -398,7 +428,7 @@ def build_objective(
     Args:
         loss: A function of (output, target) to be minimized.
         score: A function of (output, target) to be maximized, unless ``maximize`` is False.
-        objective: A function of the model to be minimized, unless ``maximize`` is True.
+        objective: A function of the model, or of the model and a seed, to be minimized unless ``maximize`` is True.
         maximize: Whether larger is better; None for the default of what is given.
         metrics: Functions of (output, target) by which splits are measured; None for the default ones.
 
@@ -412,7 +442,8 @@ def build_objective(
     if name == "loss" and maximize:
         raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
     larger_is_better = name == "score" if maximize is None else maximize
-    return Objective(function, larger_is_better, of_model=name == "objective", metrics=metrics)
+    of_model = name == "objective"
+    return Objective(function, larger_is_better, of_model, metrics, takes_seed=of_model and takes_seed(function))
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def test_train_by_loss(device: str, tmp_path: Path) -> None:
     assert len(result.history) == 60
     assert result.summary["metrics"]["test_accuracy"] > 0.93
     assert gl.accuracy(model(X), Y).item() == pytest.approx(result.summary["metrics"]["test_accuracy"])
-    assert model.training
+    assert not model.training
     assert next(model.parameters()).device.type == "cpu"
     assert result.summary["samples"] == 60 * 64 * 64
 

@@ -61,7 +61,7 @@ def test_hostile_modules_are_scored_as_plain_copies_are(kind: type[Hostile], ran
     assert session.scorer.chosen_plan.method in HOSTILE[kind]
     slow = [str(w.message) for w in caught if issubclass(w.category, SlowPath)]
     assert len(slow) == (session.scorer.chosen_plan.method != "population")  # once, with the time that a member takes
-    assert all("because" in sentence and " ms each" in sentence for sentence in slow)
+    assert all("because" in sentence and " ms each, with the score)" in sentence for sentence in slow)
     result, again = session.evaluate(0, batch), session.evaluate(0, batch)
     assert result.scores.tobytes() == again.scores.tobytes()
     assert torch.equal(torch.get_rng_state(), state)
@@ -174,7 +174,9 @@ def test_an_objective_of_the_model_causes_no_warning() -> None:
 
 def test_the_warning_says_how_long_a_member_takes() -> None:
     session, batch = make_session(LeavesTorch)
-    with pytest.warns(SlowPath, match=r"member by member \(about [0-9.e+-]+ ms each\), because .*item\(\)"):
+    with pytest.warns(
+        SlowPath, match=r"member by member \(about [0-9.e+-]+ ms each, with the score\), because .*item\(\)"
+    ):
         session.prepare(batch)
 
 

@@ -272,7 +272,8 @@ def test_running_statistics_are_estimated_again() -> None:
     assert torch.allclose(norm.running_mean, hidden.mean(0), atol=1e-5)
     assert not norm.training
     assert norm.momentum == 0.1
-    assert make_evaluation_copy(module)[1].running_mean is None  # type: ignore[index]
+    assert make_evaluation_copy(module)[1].running_mean is not None  # type: ignore[index]
+    assert make_evaluation_copy(module.train())[1].running_mean is None  # type: ignore[index]
 
 
 def test_an_error_leaves_the_settings_of_batch_norm_as_they_were() -> None:

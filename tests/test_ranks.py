@@ -60,8 +60,8 @@ def test_a_rank_that_dies_ends_the_others_with_a_sentence(tmp_path: Path) -> Non
 
             fleet = gl.SPMD(device="cpu", timeout=5)
             try:
-                settings = problem() | {"fleet": fleet, "run": tmp_path / "run", "callbacks": [die] * rank}
-                gl.train(**settings, strategy=STRATEGIES["snes"])
+                settings = problem() | {"model": copy.deepcopy(MODEL), "fleet": fleet, "callbacks": [die] * rank}
+                gl.train(**settings, run=tmp_path / "run", strategy=STRATEGIES["snes"])
             except FleetLostError as error:
                 said[rank] = str(error)
 

@@ -163,12 +163,15 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     strategy = restore_strategy(header, recipe.strategy)
     fleet.check(strategy)
     plan = Plan(**header["plan"])
-    session = Session.create(recipe.model, strategy, recipe.goal(), fleet, header["seed"], plan=plan)
+    norms = header.get("fixed_norms", [])
+    session = Session.create(recipe.model, strategy, recipe.goal(), fleet, header["seed"], plan=plan, norms=norms)
+    assert session.scorer.module is not None
+    frozen = frozen_sha256(session.scorer.module)
     differences = {
         "model": (session.scorer.genome.describe(), header["layout"]),
         "objective": (session.scorer.objective.maximize, header["maximize"]),
         "order of the batches": (recipe.shuffle, header["shuffle"]),
-        "value of the model's frozen parameters and buffers": (frozen_sha256(recipe.model), header["frozen_sha256"]),
+        "value of the model's frozen parameters and buffers": (frozen, header["frozen_sha256"]),
     }
     if header["data"]:  # otherwise the caller gives batches one by one
         differences |= {f"{name} data": (data.fingerprint, header["data"].get(name)) for name, data in splits.items()}
@@ -226,6 +229,7 @@ def run_facts(session: Session, header: Mapping[str, Any]) -> dict[str, Any]:
         "model (names, shapes or types of its parameters)": header["layout"],
         **{f"data set ({name})": fingerprint for name, fingerprint in header["data"].items()},
         "initial weights": header["initial_theta_sha256"],
+        "mode of the model's norms": header.get("fixed_norms", []),
         "value of the model's frozen parameters and buffers": header["frozen_sha256"],
     }
 

@@ -27,8 +27,8 @@ from germline.population import (
     block_size,
     choose_dtype,
     choose_plan,
+    describe_error,
     exact_arithmetic,
-    first_sentence,
     make_evaluation_copy,
     matches_plain_copy,
     rank_correlation,
@@ -161,7 +161,7 @@ class Scorer:
         except Exception as error:  # code that takes another path with this batch than it took in the check
             if plan.one_by_one:
                 raise
-            slower = PlanChoice(isolated, f"{type(error).__name__}: {first_sentence(error)}")
+            slower = PlanChoice(isolated, f"its code cannot run for several members at once ({describe_error(error)})")
         if slower is not None:
             evaluator = self.build_evaluator(slower.plan)
             scores = fleet.score(evaluator, candidates, strategy.population, batch, inputs)  # or it is an error

@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +26,14 @@ from germline.genome import Genome, theta_sha256
 from germline.machine import peak_memory
 from germline.noise import Field
 from germline.objective import Batch, Batches, Data, Objective
-from germline.population import DType, Plan, refresh_statistics, single_threaded_torch
+from germline.population import (
+    DType,
+    Plan,
+    fixed_norms,
+    refresh_statistics,
+    set_fixed_norms,
+    single_threaded_torch,
+)
 from germline.recipes import Recipe
 from germline.strategies import AnyStrategy, GenerationResult
 from germline.strategies.registry import check_state, check_strategy
@@ -105,6 +112,7 @@ class Session:
         dtype: DType = "auto",
         dropout: bool = False,
         genome: Genome | None = None,
+        norms: Iterable[str] | None = None,
     ) -> "Session":
         """Create a session before its first generation; nothing is evaluated or written.
 
@@ -118,6 +126,7 @@ class Session:
             dtype: The type of the members' arithmetic.
             dropout: Whether members are scored with their dropout layers active.
             genome: The layout of the parameters, where there is no module.
+            norms: The names of the norms that keep their running statistics; those in evaluation mode if None.
         """
         device = fleet.find_device()
         if module is not None:
@@ -125,9 +134,14 @@ class Session:
             if objective.of_model:  # it may bring its own tensors, for the device where the module is
                 device = fleet.find_device(next(module.parameters()).device)
             module = copy.deepcopy(module)
+            if norms is not None:
+                set_fixed_norms(module, norms)
         assert genome is not None
         check_strategy(strategy)
+        if objective.takes_seed and strategy.kind != "evolve":
+            raise BadInput(f"The strategy {strategy.name} needs data and a loss of (output, target), not an objective.")
         strategy = strategy.bind(genome)
+        objective = replace(objective, run_seed=seed)  # from which it draws the seed of a generation
         scorer = Scorer(module, genome, objective, device, dtype, dropout, plan)
         session = cls(strategy, scorer, fleet, seed, strategy.field(seed, genome), find_driver(strategy))
         session.state = session.driver.init(session, session.read_theta())
@@ -315,10 +329,10 @@ class Session:
 
     def measure(self, batch: Batch | None) -> dict[str, float]:
         """Return the center's score on a batch, and the metrics of the data sets that are evaluated."""
-        objective = self.scorer.objective
+        objective, last = self.scorer.objective, max(self.generation - 1, 0)
         with torch.no_grad(), single_threaded_torch():  # a metric may end the run: it must not depend on threads
             model = self.model()
-            metrics = {f"center_{objective_name(objective)}": float(objective.score(model, batch))}
+            metrics = {f"center_{objective_name(objective)}": float(objective.score(model, batch, last))}
             for split in self.eval_splits:
                 if split in self.splits:
                     values = objective.evaluate(model, self.splits[split], self.scorer.device)
@@ -333,8 +347,13 @@ class Session:
         model.to(self.scorer.device).eval()
         if self.batches is not None:
             some = (self.batches.batch(g, self.scorer.device) for g in range(STATISTICS_BATCHES))
-            refresh_statistics(model, some)
+            refresh_statistics(model, some, self.fixed_norms)
         return model
+
+    @property
+    def fixed_norms(self) -> list[str]:
+        """The names of the norms that keep the running statistics that they had at the start."""
+        return fixed_norms(self.scorer.module) if self.scorer.module is not None else []
 
     def finish(self, stopped_by: str) -> dict[str, Any]:
         """Save the final snapshot and the exported model; return the summary of the run."""

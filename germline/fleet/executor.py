@@ -68,6 +68,8 @@ class Executor:
 
         A function of the whole model is the user's own code: it is called by one thread unless workers are asked for.
         """
+        if self.workers is not None and self.workers > 1:
+            evaluator.objective.warn_of_threads()
         is_alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.has_hooks
         return self.workers or (1 if is_alone else torch.get_num_threads())
 

@@ -10,11 +10,12 @@ from germline.population.check import (
     SURVIVAL,
     choose_dtype,
     choose_plan,
-    first_sentence,
+    describe_error,
     matches_plain_copy,
     rank_correlation,
     score_first_members,
 )
-from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy, refresh_statistics
+from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy
 from germline.population.isolation import exact_arithmetic, keep_memory, single_threaded_torch
+from germline.population.norms import fixed_norms, refresh_statistics, set_fixed_norms
 from germline.population.plan import METHODS, DType, Plan, PlanChoice, SlowPath, block_size, even_block

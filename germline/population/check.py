@@ -110,49 +110,50 @@ class Trial:
             outputs: list[Any] = []
             with refuse_changes(generation.batch):
                 for group in groups:
-                    began = time.perf_counter()
                     if one_by_one:
                         outputs.append(evaluator.member_output(generation, int(group[0])))
                     else:
                         of_block = evaluator.outputs(generation, group)
                         outputs += [select_member(of_block, 0), select_member(of_block, -1)]
-                    seconds = (time.perf_counter() - began) / group.size
         except Exception as error:  # whatever the code of a module does that cannot be done for a block
-            return None, f"{type(error).__name__}: {first_sentence(error)}"
+            failure = "its code fails" if one_by_one else "its code cannot run for several members at once"
+            return None, f"{failure} ({describe_error(error)})"
         tolerance, is_isolated = choose_tolerance(self.plain), plan.method == "isolated"  # which is right by design
         if not is_isolated and not all(outputs_match(*pair, tolerance) for pair in zip(outputs, expected, strict=True)):
             if one_by_one:
                 return None, "it keeps state between calls, or draws random numbers"
-            return None, "its outputs then differ from those of plain copies of the model"
+            return None, "its outputs for several members at once differ from those of plain copies of the model"
         if plan.method == "population":
             name = self.find_bypassed_parameter(batch, generation.read_slots)
             if name is not None:
-                return None, f"{name} is used, but not read as an attribute of the module that owns it"
-        choice = PlanChoice(evaluator.plan, seconds=seconds)
+                return None, f"its parameter {name} is used, but not read as an attribute of the module that owns it"
         try:
             if not one_by_one:
-                return self.try_score(evaluator, generation, choice)
-            scores = [evaluator.score_block(generation, groups[0]).tobytes() for _ in range(2)]
+                return self.try_score(evaluator, generation)
+            scores = evaluator.score_block(generation, groups[0])
+            again, seconds = time_scores(evaluator, generation, groups[0])
         except Exception as error:
-            return None, f"of the score: {type(error).__name__}: {first_sentence(error)}"
-        return (choice, None) if is_isolated or scores[0] == scores[1] else (None, UNSTABLE_SCORE)
+            return None, f"the loss or score fails ({describe_error(error)})"
+        if not is_isolated and scores.tobytes() != again.tobytes():
+            return None, UNSTABLE_SCORE
+        return PlanChoice(evaluator.plan, seconds=seconds), None
 
-    def try_score(
-        self, evaluator: Evaluator, generation: Generation, choice: PlanChoice
-    ) -> tuple[PlanChoice | None, str | None]:
+    def try_score(self, evaluator: Evaluator, generation: Generation) -> tuple[PlanChoice | None, str | None]:
         """Return the plan with a score for all members at once or, with the problem, for one after the other."""
         one_by_one = replace(evaluator, plan=replace(evaluator.plan, vectorized=False))
         expected = one_by_one.score_block(generation, self.blocks[0])
-        if expected.tobytes() != one_by_one.score_block(generation, self.blocks[0]).tobytes():
+        again, seconds = time_scores(one_by_one, generation, self.blocks[0])
+        if expected.tobytes() != again.tobytes():
             return None, UNSTABLE_SCORE
         problem = "the scores of members depend on each other"
         try:
-            scores = evaluator.score_block(generation, self.blocks[0])
+            scores, seconds_at_once = time_scores(evaluator, generation, self.blocks[0])
             if scores_match(scores, expected, self.batch.size, choose_tolerance(evaluator)):
-                return choice, None
+                return PlanChoice(evaluator.plan, seconds=seconds_at_once), None
         except Exception as error:
-            problem = f"{type(error).__name__}: {first_sentence(error)}"
-        return replace(choice, plan=one_by_one.plan), f"the score cannot be computed for all at once ({problem})"
+            problem = describe_error(error)
+        choice = PlanChoice(one_by_one.plan, seconds=seconds)
+        return choice, f"the score cannot be computed for all members at once ({problem})"
 
     def find_bypassed_parameter(self, batch: Batch, read_slots: set[int]) -> str | None:
         """Return the name of a parameter that plain copies of the module use, but no population module has read."""
@@ -165,6 +166,15 @@ class Trial:
                 if not outputs_match(output, self.expected[0], choose_tolerance(self.plain)):
                     return slot.name
         return None
+
+
+def time_scores(
+    evaluator: Evaluator, generation: Generation, members: NDArray[np.int64]
+) -> tuple[NDArray[np.float32], float]:
+    """Return the scores of a block's members, and the seconds that a member took."""
+    began = time.perf_counter()
+    scores = evaluator.score_block(generation, members)
+    return scores, (time.perf_counter() - began) / members.size
 
 
 def has_overflow(outputs: list[Any], of_center: list[Any]) -> bool:
@@ -320,6 +330,11 @@ def count_tolerance(scores: NDArray[Any], batch_size: int) -> float:
     """Return by how much scores that count examples may differ, where one falls on the other side of a threshold."""
     is_count = batch_size > 8 and np.allclose(scores * batch_size, np.round(scores * batch_size), atol=1e-3)
     return 1.01 / batch_size if is_count else 0.0
+
+
+def describe_error(error: Exception) -> str:
+    """Return the type of an error and the first sentence of its message."""
+    return f"{type(error).__name__}: {first_sentence(error)}"
 
 
 def first_sentence(error: Exception) -> str:

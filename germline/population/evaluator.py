@@ -20,11 +20,12 @@ from germline.objective import Batch, Objective, iterate_tensors
 from germline.population.block import Block, Generation, current_block
 from germline.population.buffers import ALIGNMENT
 from germline.population.isolation import ThreadModule, copy_module, isolated_generators
+from germline.population.norms import tracking_norms
 from germline.population.plan import Plan
 from germline.population.population_module import enable_dropout, make_population_module
 from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
+from germline.population.rules.faster import FasterFunctions
 from germline.population.rules.pending import materialize
-from germline.population.rules.pooling import FasterFunctions
 from germline.strategies.candidates import Candidates
 
 ALL_BLOCKS = slice(None)  # of the blocks of a population
@@ -132,7 +133,8 @@ class Evaluator:
                 outputs = self.outputs(generation, members)
                 if self.plan.vectorized:
                     score = vmap(lambda output: self.objective.function(output, batch.target))
-                    return torch.as_tensor(score(outputs)).reshape(len(members)).float()
+                    with FasterFunctions():
+                        return torch.as_tensor(score(outputs)).reshape(len(members)).float()
                 scores = [self.objective.function(select_member(outputs, i), batch.target) for i in range(len(members))]
             scalars = [torch.as_tensor(score, dtype=torch.float32, device=self.device) for score in scores]
             return torch.stack([scalar.detach().reshape(()) for scalar in scalars])
@@ -168,7 +170,7 @@ class Evaluator:
         """Return the score of one member, from a plain module with its weights."""
         with self._member_module(generation, member) as (module, batch):
             if batch is None or self.objective.of_model:
-                return self.objective.function(module)
+                return self.objective.score_model(module, int(generation.candidates.generation))
             return self.objective.function(to_float32(module(*batch.args, **batch.kwargs)), batch.target)
 
     @contextmanager
@@ -262,37 +264,16 @@ def select_member(outputs: Any, i: int) -> Any:
 
 
 def make_evaluation_copy(module: nn.Module) -> nn.Module:
-    """Return a copy that computes without side effects: no dropout, and batch norm by the statistics of the batch."""
+    """Return a copy that computes without side effects: no dropout, and norms by their mode in the module.
+
+    Norms in evaluation mode use their running statistics, and norms in training mode those of the batch.
+    """
+    norms_in_training = tracking_norms(module, training=True)
     module = copy.deepcopy(module).eval()
-    for part in module.modules():
+    for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+        if name in norms_in_training:
             part.track_running_stats = False
             part.running_mean = part.running_var = None
     return module
-
-
-@torch.no_grad()
-def refresh_statistics(module: nn.Module, batches: Iterator[Batch]) -> None:
-    """Estimate the running statistics of batch norm again, for the weights that the module now has.
-
-    Args:
-        module: the module, whose batch norms are changed.
-        batches: the batches whose statistics are averaged.
-    """
-    norms = [part for part in module.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    before = [(part, part.momentum, part.training) for part in norms if part.track_running_stats]
-    if not before:
-        return
-    try:
-        for part, _, _ in before:
-            part.reset_running_stats()
-            part.momentum = None  # a plain average
-            part.train()
-        for batch in batches:
-            module(*batch.args, **batch.kwargs)
-    finally:
-        for part, momentum, training in before:
-            part.momentum = momentum
-            part.train(training)

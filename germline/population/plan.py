@@ -58,8 +58,9 @@ class PlanChoice:
         how = METHODS[self.plan.method] + (", in float32" if "bfloat16" in (self.reason or "") else "")
         if self.plan.block > 1 and not self.plan.vectorized:
             how += ", and scored one by one"
-        price = f" (about {1e3 * self.seconds:.2g} ms each)" if self.seconds else ""
-        return f"Members are evaluated in a slower way: {how}{price}, because {self.reason}."
+        milliseconds = f"{1e3 * self.seconds:.{0 if self.seconds >= 0.01 else 3}f}"
+        price = f" (about {milliseconds} ms each, with the score)" if self.seconds else ""
+        return f"This model is evaluated in a slower way, {how}{price}, because {self.reason}."
 
 
 class SlowPath(UserWarning):

@@ -3,10 +3,9 @@
 from typing import Literal, get_args
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from germline.data import Splits, load_mnist
-from germline.objective import Metric
 from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import Gradient, OpenAIES
@@ -35,21 +34,9 @@ def mnist_mlp(
     usual_width, population, usual_batch, sigma, usual_steps = SIZES[machine]
     width, steps = hidden or usual_width, steps or usual_steps
     model = seeded(seed, lambda: nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 10)))
-    loss = F.cross_entropy if machine == "gpu" else cross_entropy
     strategy = OpenAIES(population=population, sigma=sigma, lr=Schedule("linear", 0.005, 0.0), rank=1, weight_decay=0.1)
     gradient = Gradient(lr=Schedule("linear", 0.001, 0.0))
-    return build_recipe(model, load_mnist(), loss, strategy, gradient, batch_size or usual_batch, steps)
-
-
-def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross entropy; with only ten classes this is four times as fast on a CPU as torch's function.
-
-    >>> import torch
-    >>> output, target = torch.tensor([[1.0, 2.0, 0.0], [0.5, 0.0, 0.0]]), torch.tensor([1, 2])
-    >>> torch.allclose(cross_entropy(output, target), F.cross_entropy(output, target))
-    True
-    """
-    return (output.logsumexp(-1) - output.gather(-1, target[:, None])[:, 0]).mean()
+    return build_recipe(model, load_mnist(), strategy, gradient, batch_size or usual_batch, steps)
 
 
 def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 256, steps: int = 40000) -> Recipe:
@@ -60,17 +47,17 @@ def mnist_conv(*, seed: int = 0, width: int = 16, batch_size: int = 256, steps: 
     strategy = OpenAIES(population=1024, sigma=0.02, lr=Schedule("linear", 0.006, 0.0), rank=1, weight_decay=0.1)
     gradient, data = Gradient(lr=Schedule("linear", 0.002, 0.0)), load_mnist().reshape(1, 28, 28)
     model = seeded(seed, lambda: convolutional(width))
-    return build_recipe(model, data, F.cross_entropy, strategy, gradient, batch_size, steps)
+    return build_recipe(model, data, strategy, gradient, batch_size, steps)
 
 
 def build_recipe(
-    model: nn.Module, data: Splits, loss: Metric, strategy: OpenAIES, gradient: Gradient, batch_size: int, steps: int
+    model: nn.Module, data: Splits, strategy: OpenAIES, gradient: Gradient, batch_size: int, steps: int
 ) -> Recipe:
     """Return the recipe that both nets have in common."""
     return Recipe(
         model=model,
         **data.as_arguments(),
-        loss=loss,
+        loss=F.cross_entropy,
         strategy=strategy,
         others={"gradient": gradient},
         batch_size=batch_size,

@@ -10,6 +10,7 @@ from torch import nn
 from germline.errors import BadInput
 from germline.objective import Data, Metric, Objective, build_objective
 from germline.population import DType
+from germline.sources import float_type
 from germline.strategies import AnyStrategy, OpenAIES
 from germline.strategies.settings import check_choice
 
@@ -23,12 +24,13 @@ class Recipe:
 
     Args:
         model: The module to train.
-        data: The training set: a tuple or dict of tensors, a Dataset or a DataLoader.
+        data: The training set: a tuple or dict of tensors or NumPy arrays, a list of tuples (input, target), a Dataset
+            or a DataLoader.
         dev: The set that settings are chosen by, in the same forms.
         test: The set that results are reported on, in the same forms.
         loss: A function of (output, target) to be minimized. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target) to be maximized, unless ``maximize`` is False.
-        objective: A function of the model to be minimized, unless ``maximize`` is True.
+        objective: A function of the model, or of (model, seed), to be minimized unless ``maximize`` is True.
         maximize: Whether larger is better.
         metrics: Functions of (output, target) by which dev and test are measured; by default accuracy for classes.
         strategy: The strategy that trains the model.
@@ -78,8 +80,10 @@ class Recipe:
 
     def splits(self) -> dict[str, Data]:
         """Return the data sets that are given, by the names train, dev and test."""
-        sources = {"train": self.data, "dev": self.dev, "test": self.test}
-        return {name: Data.from_source(source, name) for name, source in sources.items() if source is not None}
+        given = {"train": ("data", self.data), "dev": ("dev", self.dev), "test": ("test", self.test)}
+        dtype = float_type(self.model)
+        present = {split: pair for split, pair in given.items() if pair[1] is not None}
+        return {split: Data.from_source(source, name, dtype) for split, (name, source) in present.items()}
 
     def with_strategy(self, strategy: AnyStrategy) -> "Recipe":
         """Return the recipe with another strategy."""

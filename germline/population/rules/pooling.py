@@ -1,11 +1,9 @@
 """Max pooling on a CPU, where torch's own takes longer than the convolutions around it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 
 def max_pool2d(
@@ -42,15 +40,3 @@ def max_pool2d(
 def as_pair(value: Any) -> tuple[int, int]:
     """Return a number, or a sequence of one or two numbers, as two numbers."""
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
-
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {F.max_pool2d: max_pool2d, torch.max_pool2d: max_pool2d}
-
-
-class FasterFunctions(TorchFunctionMode):
-    """Replaces functions of torch by their faster forms while it is entered, in this thread."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, or its faster form if its first argument is a plain tensor."""
-        is_plain = bool(args) and type(args[0]) is torch.Tensor
-        return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **(kwargs or {}))

@@ -1,0 +1,26 @@
+"""Functions of torch that have a faster form on a CPU, where a block of members calls them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from germline.population.rules.losses import binary_cross_entropy_with_logits, cross_entropy
+from germline.population.rules.pooling import max_pool2d
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((F.max_pool2d, torch.max_pool2d), max_pool2d),
+    F.cross_entropy: cross_entropy,
+    F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
+}
+
+
+class FasterFunctions(TorchFunctionMode):
+    """Replaces functions of torch by their faster forms while it is entered, in this thread."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, or its faster form if its first argument is a plain tensor."""
+        is_plain = bool(args) and type(args[0]) is torch.Tensor
+        return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **(kwargs or {}))
