@@ -8,7 +8,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from germline.api import Result, Search, train
-from germline.errors import BadInput
+from germline.errors import BadInput, NoProgress
 from germline.fleet import SPMD, Dask, Elastic, Local, Ray
 from germline.objective import accuracy
 from germline.optim.schedules import Schedule
@@ -29,6 +29,7 @@ __all__ = [
     "HybridES",
     "Local",
     "MuLambda",
+    "NoProgress",
     "OpenAIES",
     "Ray",
     "Recipe",
@@ -41,3 +42,8 @@ __all__ = [
     "seeded",
     "train",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for the completion of interactive shells."""
+    return __all__

@@ -6,6 +6,7 @@ from typing import Any
 
 from germline.cli import comparing, inspecting, planning, serving, training  # they add their commands
 from germline.cli.app import app
+from germline.errors import NoProgress
 from germline.fleet.spmd.launch import find_launch
 from germline.population import SlowPath
 
@@ -14,7 +15,8 @@ def show_warning(message: Warning | str, category: type[Warning], *place: Any, *
     """Print a warning of this library as a sentence, once in a fleet, and those of others as they are."""
     if find_launch().rank:
         return
-    print(f"note: {message}" if issubclass(category, SlowPath) else f"{category.__name__}: {message}", file=sys.stderr)
+    is_own = issubclass(category, SlowPath | NoProgress)
+    print(f"note: {message}" if is_own else f"{category.__name__}: {message}", file=sys.stderr)
 
 
 def main() -> None:

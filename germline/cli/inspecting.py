@@ -17,7 +17,7 @@ from germline.engine.export import export_theta
 from germline.engine.header import find_class
 from germline.engine.journal import Journal
 from germline.engine.session import Session
-from germline.errors import BadInput
+from germline.errors import BadInput, count
 from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.recipes import RECIPES
@@ -50,7 +50,8 @@ def replay(
 def verify(run: RunPath, again: AgainOptions, json_: AsJson = False) -> None:
     """Replay a whole run and check every hash."""
     checked = replaying.verify(open_run(run, again))
-    counts = f"{checked['generations']} generations and {checked['snapshots']} snapshots are as they were written"
+    generations, snapshots = count(checked["generations"], "generation"), count(checked["snapshots"], "snapshot")
+    counts = f"{generations} and {snapshots} are as they were written"
     text = f"{run}: {counts}, theta_sha256 {checked['theta_sha256']}"
     print(json.dumps({"run": str(run), **checked}) if json_ else text)
 

@@ -19,13 +19,15 @@ from germline.engine.drivers import Differentiate
 from germline.engine.journal import Journal
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
-from germline.errors import BadInput, unknown_name
+from germline.errors import BadInput, count, unknown_name
 from germline.fleet import SPMD, Dask, Elastic, Fleet, Local, Ray
 from germline.fleet.spmd.exchange import Exchange
 from germline.fleet.spmd.launch import find_launch, run_ranks
 from germline.recipes import RECIPES, Recipe, make_recipe
+from germline.reporting.numbers import format_metric, format_metrics
 from germline.reporting.progress import Progress
-from germline.reporting.report import read_run, write_curves, write_report
+from germline.reporting.report import read_run, write_report, write_results
+from germline.stages import announce_stage
 from germline.strategies import STRATEGIES
 
 
@@ -38,11 +40,16 @@ def train(
     fleet: options.FleetOptions,
     output: options.OutputOptions,
     seed: options.Seed = 0,
+    keep: options.Keep = None,
     baseline: Annotated[bool, typer.Option(help="afterwards train by backprop for the same time")] = False,
 ) -> None:
     """Train a recipe."""
     machine.apply()
-    made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+    progress = Progress(Stop(), is_quiet=bool(find_launch().rank))
+    with progress.shown():
+        announce_stage("loading data")
+        made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+    about["keep"] = keep or "last"
     limits, is_named = stop.limits(made), output.name is not None
     default = free_directory(output.runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     path = output.runs / output.name if output.name is not None else default
@@ -52,7 +59,8 @@ def train(
     start = partial(opening.start_or_continue, seed=seed, fleet=chosen, is_named=is_named)
     about_run = {**about, "command": command_line()}
     if not baseline:
-        session = start(made, path, about=about_run, stop=limits)
+        with progress.shown():
+            session = start(made, path, about=about_run, stop=limits)
         run_to_end(session, limits, as_json=output.json_, strategy=strategy.strategy, fleet=fleet)
         return
     other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
@@ -66,8 +74,8 @@ def train(
     compared = run_to_end(session, same_time, as_json=False, quiet=True)
     for key, value in summary["metrics"].items():
         if key.startswith("test_") and not key.endswith(("_loss", "_score")):
-            first = f"{key.replace('_', ' ')}: {value:.4f} by {summary['strategy']}, without a gradient"
-            second = f"{compared['metrics'][key]:.4f} by backprop on the same net and data"
+            first = f"{format_metric(key, value)} by {summary['strategy']}, without a gradient"
+            second = f"{format_metric(key, compared['metrics'][key])} by backprop on the same net and data"
             print(f"{first}; {second} in the same {summary['seconds']:.1f} s")
     write_report([read_run(path), read_run(other_path)], path / "report.html")
     if output.json_:
@@ -84,6 +92,7 @@ def resume(
     device: Annotated[
         str | None, typer.Option(help="device of the members: auto, cpu, cuda, cuda:N or mps (default: the run's)")
     ] = None,
+    keep: options.Keep = None,
     json_: options.AsJson = False,
 ) -> None:
     """Go on where a run stopped."""
@@ -97,7 +106,10 @@ def resume(
         Journal.open(run)  # raises an error that says what is missing
     journal = Journal.open(run) if chosen.group.owns_journal else None
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
-    session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
+    with Progress(Stop(), is_quiet=bool(find_launch().rank)).shown():
+        announce_stage("loading data")
+        session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
+    session.keep(keep or header["keep"])
     limits = stop.limits()
     limits = limits if limits != Stop() else Stop.from_header(header["stop"])
     run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)
@@ -125,17 +137,13 @@ def run_to_end(
         fleet: The fleet that the user asked for, for the same command.
     """
     path, is_first = session.path, session.fleet.group.rank == 0
-    if is_first:
-        with Progress(stop, below=status.table if status is not None else None).shown() as progress:
-            summary = loop.run(session, stop, [progress, *([status] if status is not None else [])])
-    else:
-        summary = loop.run(session, stop)
+    below = status.table if status is not None else None
+    with Progress(stop, below, is_quiet=not is_first).shown() as progress:
+        summary = loop.run(session, stop, [progress, *([status] if status is not None else [])])
     is_interrupted = summary["stopped_by"] == "interrupt"
     session.fleet.close(ended=not is_interrupted)
     if session.journal is not None:
-        rows = session.rows()
-        write_curves(rows, path / "curves.csv")
-        write_report([(path.name, session.journal.header, rows, summary)], path / "report.html")
+        write_results(session, session.rows(), summary)
         session.journal.close()
     if is_interrupted and is_first:
         how = "the same command" if status is not None else resume_command(session, strategy, fleet)
@@ -143,8 +151,10 @@ def run_to_end(
     if as_json and is_first:
         print(json.dumps(summary))
     elif not quiet and is_first:
-        metrics = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in summary["metrics"].items())
-        print(f"{summary['generations']} generations in {summary['seconds']:.1f} s  {metrics}")
+        time = f"{count(summary['generations'], 'generation')} in {summary['seconds']:.1f} s"
+        print(f"{time}  {format_metrics(summary['metrics'])}")
+        if summary["kept_generation"] != summary["generations"]:
+            print(f"kept: the weights after {count(summary['kept_generation'], 'generation')}, the best on dev")
         print(f"run: {path}\nreport: {path / 'report.html'}")
     if is_interrupted:
         raise typer.Exit(130)

@@ -48,6 +48,7 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {processor_name()}, Python {platform.python_version()}",
         "command": about.get("command"),
         "stop": about.get("stop", {}),
+        "keep": about.get("keep", "last"),
     }
 
 
@@ -115,7 +116,7 @@ def find_class(header: Mapping[str, Any], given: AnyStrategy | None) -> type[Any
         return STRATEGIES[name]
     if given is None:
         message = f"The strategy {name} of this run is the class {path}, which is not part of germline"
-        raise BadInput(f"{message}: give it again, with --strategy module:Class or strategy=.")
+        raise BadInput(f"{message}: give it again, with strategy= (--strategy module:Class).")
     return type(given)
 
 
