@@ -70,7 +70,7 @@ class Progress:
         """Show what the process does before the first generation, with the seconds that it has taken."""
         self.stage, self.started = text, time.monotonic()
         if self.live is not None:
-            self.live.update(StageLine(self))
+            self.live.update(StageLine(self), refresh=True)
         elif self.notebook is not None:
             self.notebook.update(NotebookLine(f"{text} ..."))
 
