@@ -51,7 +51,7 @@ def serve(
         if Journal.header_matches(path, {**about, "seed": seed, "strategy": made.strategy.name}):
             opening.check_same_settings(made.strategy, Journal.open(path, read_only=True).header, str(path))
             session = opening.resume(made, Journal.open(path), fleet)
-            session.keep(keep or session.require_journal().header["keep"])
+            session.keep(keep or session.require_journal().header.get("keep", "last"))
         else:
             about |= {"command": command_line(), "keep": keep or "last"}
             session = opening.start(made, path, seed=seed, fleet=fleet, about=about, stop=limits)

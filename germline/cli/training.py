@@ -109,7 +109,7 @@ def resume(
     with Progress(Stop(), is_quiet=bool(find_launch().rank)).shown():
         announce_stage("loading data")
         session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
-    session.keep(keep or header["keep"])
+    session.keep(keep or header.get("keep", "last"))
     limits = stop.limits()
     limits = limits if limits != Stop() else Stop.from_header(header["stop"])
     run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)

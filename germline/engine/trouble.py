@@ -16,7 +16,8 @@ Rows = Sequence[dict[str, Any]]
 SKIPPED = 3  # generations in a row without a finite score
 EQUAL = 5  # generations from the first on in which all members have one score
 MANY = 100  # generations after which there should be progress; then twice as many, four times as many, ...
-TREND = 1.0  # standard deviations of Kendall's statistic below which scores have no trend
+TREND = 1.0  # standard deviations of Kendall's statistic below which the scores of members have no trend
+DEV_TREND = 2.0  # the same for the dev set: it has no noise from batches, so that progress shows clearly
 JUMP = 4.0  # robust standard deviations by which later scores are better than the first ones
 FIRST = 3  # generations that count as the first ones: an easy problem may be solved in a few
 POINTS = 1000  # of a trend, at most
@@ -45,9 +46,8 @@ def explain_trouble(history: Rows, *, maximize: bool, evolves: bool, population:
         return None
     sign = 1.0 if maximize else -1.0
     means = np.array([sign * row["mean"] for row in history])
-    on_dev = [name for name in ("dev_score", "dev_loss") if name in history[-1]]
-    dev = np.array([sign * row[name] for name in on_dev for row in history if name in row])
-    if shows_progress(means) or shows_progress(dev):
+    dev = np.array([sign * row[name] for row in history for name in ("dev_score", "dev_loss") if name in row])
+    if shows_progress(means, TREND) or shows_progress(dev, DEV_TREND):
         return None
     message = f"The scores have not improved over {generations} generations"
     agreements = [row["agreement"] for row in history if "agreement" in row]
@@ -76,17 +76,17 @@ def expected_agreement(population: int, parameters: int) -> float:
     return pairs / (pairs + parameters)
 
 
-def shows_progress(goodness: NDArray[np.float64]) -> bool:
+def shows_progress(goodness: NDArray[np.float64], threshold: float) -> bool:
     """Return whether values, where larger is better, have risen in the course of a run: slowly, or at its beginning.
 
-    >>> shows_progress(np.arange(100.0)), shows_progress(np.zeros(100))
+    >>> shows_progress(np.arange(100.0), TREND), shows_progress(np.zeros(100), TREND)
     (True, False)
     """
     values = goodness[np.isfinite(goodness)]
     if values.size < 2 * FIRST:
         return False
     values = values[:: -(-values.size // POINTS)]
-    return trend(values) >= TREND or jump(values) >= JUMP
+    return trend(values) >= threshold or jump(values) >= JUMP
 
 
 def trend(values: NDArray[np.float64]) -> float:

@@ -55,14 +55,11 @@ class Progress:
         if self.live is not None:
             text = Text(line, overflow="ellipsis", no_wrap=True)
             self.live.update(text if self.below is None else Group(text, self.below()))
-            if row["skipped"]:
-                number = row["generation"] + 1
-                self.console.print(f"generation {number}: no member has a finite score, so nothing changed")
         elif self.notebook is not None:
             if now - self.last >= EVERY / 10 or self.stop.generations == row["generation"] + 1:
                 self.last = now
                 self.notebook.update(NotebookLine(line))
-        elif now - self.last >= EVERY or row["skipped"]:
+        elif now - self.last >= EVERY:
             self.last = now
             print(line, file=sys.stderr, flush=True)
 
