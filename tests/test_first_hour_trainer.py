@@ -195,7 +195,7 @@ def test_2_reports_need_no_matplotlib(tmp_path: Path) -> None:
 
 def best_generation(rows: list[Row]) -> int:
     values = {row["generation"] + 1: row["dev_closeness"] for row in rows if "dev_closeness" in row}
-    return max(values, key=lambda generation: values[generation])
+    return int(max(values, key=lambda generation: values[generation]))
 
 
 def test_3_patience_stops_when_dev_gets_no_better(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_5_a_callback_stops_a_run(tmp_path: Path) -> None:
         model = session.model()
         assert not model.training
         weights.append(model.get_parameter("weight").clone())
-        return row["generation"] == 4
+        return bool(row["generation"] == 4)
 
     result = gl.train(net(), **CLASSES, strategy=SMALL, generations=50, callbacks=stop_after_five, run=tmp_path / "one")
     assert (result.summary["stopped_by"], result.summary["generations"], len(weights)) == ("callback", 5, 5)
