@@ -116,7 +116,7 @@ def find_class(header: Mapping[str, Any], given: AnyStrategy | None) -> type[Any
         return STRATEGIES[name]
     if given is None:
         message = f"The strategy {name} of this run is the class {path}, which is not part of germline"
-        raise BadInput(f"{message}: give it again, with strategy= (--strategy module:Class).")
+        raise BadInput(f"{message}: give it again, with --strategy module:Class or strategy=.")
     return type(given)
 
 
