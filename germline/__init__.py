@@ -14,7 +14,7 @@ from germline.version import __version__
 
 if TYPE_CHECKING:
     from germline.api import Result, Search, train
-    from germline.errors import BadInput
+    from germline.errors import BadInput, NoProgress
     from germline.fleet import SPMD, Dask, Elastic, Local, Ray
     from germline.objective import accuracy
     from germline.optim.schedules import Schedule
@@ -34,6 +34,7 @@ __all__ = [
     "HybridES",
     "Local",
     "MuLambda",
+    "NoProgress",
     "OpenAIES",
     "Ray",
     "Recipe",
@@ -49,7 +50,7 @@ __all__ = [
 
 _NAMES = {  # the public names by the module that defines them, which is imported when one of them is first used
     "germline.api": ("Result", "Search", "train"),
-    "germline.errors": ("BadInput",),
+    "germline.errors": ("BadInput", "NoProgress"),
     "germline.fleet": ("SPMD", "Dask", "Elastic", "Local", "Ray"),
     "germline.objective": ("accuracy",),
     "germline.optim.schedules": ("Schedule",),
@@ -72,4 +73,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, for the completion of interactive shells."""
     return __all__

@@ -1,11 +1,13 @@
 """The Python interface: ``train`` for a whole run, ``Search`` for a loop that the caller writes."""
 
 import hashlib
+import tempfile
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -20,26 +22,30 @@ from germline.engine.journal import Journal, Record, content_sha256
 from germline.engine.replay import apply_probe
 from germline.engine.session import Session
 from germline.engine.stopping import Stop, Target
-from germline.errors import BadInput
+from germline.errors import BadInput, count
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
-from germline.objective import Batch, Metric, build_objective, iterate_tensors, tensor_bytes
+from germline.objective import Batch, Metrics, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipes import Recipe
+from germline.reporting.numbers import format_metrics, preferred_metric
+from germline.reporting.report import render_result, write_report, write_results
+from germline.reporting.watching import is_watched
 from germline.sources import read_batch
-from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, pack, unpack
+from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, find_strategy, pack, unpack
 from germline.strategies.settings import check_choice, is_over_run
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run.
+    """A finished run. A notebook shows it with a curve.
 
     Attributes:
         model: The trained model: the module that was given to ``train``, in evaluation mode, with its new weights.
         history: One row per generation, a dict of numbers.
-        run: The directory of the run.
+        run: The directory of the run; None if it was trained with ``run=False``.
         summary: The numbers that the run came to, as ``germline train --json`` prints them.
+        header: What the run was made of, as its journal says.
 
     >>> import tempfile
     >>> from torch import nn
@@ -51,8 +57,32 @@ class Result:
 
     model: nn.Module
     history: list[dict[str, Any]]
-    run: Path
+    run: Path | None
     summary: dict[str, Any]
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        metrics = format_metrics(self.summary["metrics"], ", ")
+        generations = count(self.summary["generations"], "generation")
+        place = f"; {self.run}" if self.run is not None else ""
+        return f"Result({generations} in {self.summary['seconds']:.1f} s: {metrics}{place})"
+
+    def _repr_html_(self) -> str:
+        name = f"{type(self.model).__name__}, {count(self.summary['generations'], 'generation')}"
+        return render_result(name, self.history, self.summary, preferred_metric(self.summary["metrics"]))
+
+    def report(self, file: str | Path | None = None) -> Path:
+        """Write the HTML report of the run, and return its path.
+
+        Args:
+            file: The file to write; report.html in the directory of the run if not given.
+        """
+        if file is None and self.run is None:
+            raise BadInput('This run has no directory: say where to write its report, as in report("report.html").')
+        path = Path(file) if file is not None else cast(Path, self.run) / "report.html"
+        name = self.run.name if self.run is not None else type(self.model).__name__
+        write_report([(name, self.header, self.history, self.summary)], path)
+        return path
 
 
 def train(
@@ -65,21 +95,24 @@ def train(
     maximize: bool | None = None,
     dev: Any = None,
     test: Any = None,
-    metrics: Mapping[str, Metric] | None = None,
-    strategy: AnyStrategy | None = None,
+    metrics: Metrics | None = None,
+    strategy: AnyStrategy | str | None = None,
     batch_size: int | None = None,
     generations: int | None = None,
     seconds: float | None = None,
     target: str | tuple[str, float] | None = None,
+    patience: int | None = None,
+    keep: Literal["last", "best"] | None = None,
     seed: int = 0,
     fleet: Fleet | None = None,
     dtype: DType = "auto",
     dropout: bool = False,
-    run: str | Path | None = None,
+    run: str | Path | Literal[False] | None = None,
     resume: str | Path | None = None,
     evaluate_every: int = 10,
     snapshot_every: int = 100,
-    callbacks: Sequence[loop.Callback] = (),
+    callbacks: loop.Callback | Sequence[loop.Callback] = (),
+    progress: bool | None = None,
 ) -> Result:
     """Train a module by evolution, and leave its new weights in it.
 
@@ -93,21 +126,27 @@ def train(
         maximize: Whether a score or an objective is maximized.
         dev: Data that is scored every ``evaluate_every`` generations.
         test: Further data that is scored, like ``dev``.
-        metrics: Functions of (output, target) by name; accuracy for classes if not given.
-        strategy: The algorithm; ``gl.OpenAIES()`` if not given or, with ``resume``, that of the run.
+        metrics: Functions of (output, target): a dict by name, a list, or one; accuracy for classes if not given.
+        strategy: The algorithm, or its name, such as ``"snes"`` or ``"module:Class"``; ``gl.OpenAIES()`` if not given
+            or, with ``resume``, that of the run.
         batch_size: Examples of a generation; a DataLoader's batch size, else all of the data.
         generations: End after this many generations in all; 300 if no limit is given.
         seconds: End after this many seconds of training.
         target: End when a metric reaches a value: ``"dev_accuracy=0.95"`` or ``("dev_accuracy", 0.95)``.
+        patience: End when this many evaluations of ``dev`` in a row have brought no better metric.
+        keep: Which weights the result has: those of the ``"last"`` generation, or of the one with the ``"best"``
+            metric of ``dev``; ``"last"`` if not given or, with ``resume``, as the run was started.
         seed: The seed of the run's random numbers.
         fleet: Who evaluates the members; ``gl.Local()`` if not given.
         dtype: The type of the members' arithmetic: ``"auto"``, ``"float32"`` or ``"bfloat16"``.
         dropout: Whether members are scored with their dropout layers active.
-        run: The directory to create; one under ``runs`` if not given.
+        run: The directory to create; one under ``runs`` if not given. With False, nothing is left on disk.
         resume: The directory of a run to go on with.
         evaluate_every: Generations between scores of ``dev`` and ``test``.
         snapshot_every: Generations between snapshots.
-        callbacks: Functions of (session, row) that are called after each generation.
+        callbacks: A function of (session, row), or several, to call after each generation; if one returns True, the
+            run stops.
+        progress: Whether progress is shown; by default on a terminal and in a notebook.
 
     Returns:
         The trained model, one row per generation, the directory of the run and its summary.
@@ -128,7 +167,9 @@ def train(
     """
     if generations is None and seconds is None and target is None:
         generations = 300
-    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.parse(target))
+    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.parse(target), patience=patience)
+    called = [callbacks] if callable(callbacks) else list(callbacks)
+    chosen = find_strategy(strategy)() if isinstance(strategy, str) else strategy
     recipe = Recipe(
         model,
         data,
@@ -139,39 +180,65 @@ def train(
         objective,
         maximize,
         metrics,
-        strategy or OpenAIES(),
+        chosen or OpenAIES(),
         batch_size=batch_size,
         dtype=dtype,
         dropout=dropout,
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
     )
-    with torch.inference_mode(False):  # tensors of inference mode do not tell when they are changed
+    with (
+        torch.inference_mode(False),  # tensors of inference mode do not tell when they are changed
+        tempfile.TemporaryDirectory(prefix="germline-") if run is False else nullcontext() as temporary,
+        _shown(progress, stop, fleet) as shown,
+    ):
         if resume is not None:
             if run is not None:
                 raise BadInput("Give run= for a new run or resume= for one to go on with, not both.")
             session = _resume(recipe, Path(resume), fleet, strategy)
+            if keep is not None:
+                session.keep(keep)
         else:
-            path = Path(run) if run is not None else free_directory(Path("runs"), type(model).__name__.lower())
-            is_named = run is not None
+            named = run if temporary is None else f"{temporary}/run"
+            path = Path(named) if named else free_directory(Path("runs"), type(model).__name__.lower())
+            about = {"keep": keep or "last"}
             session = opening.start_or_continue(
-                recipe, path, seed=seed, fleet=fleet, about={}, stop=stop, is_named=is_named
+                recipe, path, seed=seed, fleet=fleet, about=about, stop=stop, is_named=bool(named)
             )
         try:
-            summary = loop.run(session, stop, callbacks)
+            summary = loop.run(session, stop, [*shown, *called])
+            header = fleet.group.broadcast(dict(session.journal.header) if session.journal is not None else {})
             rows = session.rows()
+            if temporary is None:
+                write_results(session, rows, summary)
         finally:
             if session.journal is not None:
                 session.journal.close()
     model.load_state_dict(session.model().state_dict())
     model.eval()
     if summary["stopped_by"] == "interrupt":
-        raise KeyboardInterrupt(f"interrupted; go on with resume={str(session.path)!r}")
-    return Result(model, rows, session.path, summary)
+        how = f"go on with resume={str(session.path)!r}" if temporary is None else "nothing is on disk (run=False)"
+        raise KeyboardInterrupt(f"interrupted; {how}")
+    if temporary is not None:
+        summary["run"] = None
+    return Result(model, rows, session.path if temporary is None else None, summary, header)
 
 
-def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | None) -> Session:
+@contextmanager
+def _shown(progress: bool | None, stop: Stop, fleet: Fleet) -> Iterator[list[loop.Callback]]:
+    """Show the progress of a run within the block, if it is wanted; yield the callbacks that do so."""
+    if not (is_watched() if progress is None else progress) or fleet.group.rank:
+        yield []
+        return
+    from germline.reporting.progress import Progress
+
+    with Progress(stop).shown() as shown:
+        yield [shown]
+
+
+def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | str | None) -> Session:
     """Resume a run by the strategy that the user has given, or by its own one of this package."""
+    given = recipe.strategy if strategy is not None else None
     fleet.start_run()
     if not fleet.group.elect((path / "journal.sqlite").is_file()) and fleet.group.size > 1:
         raise BadInput(f"No process of the fleet has the run {path}.")
@@ -179,10 +246,11 @@ def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | No
     header = fleet.group.broadcast(dict(journal.header) if journal is not None else {})
 
     def choose_strategy() -> AnyStrategy:
-        chosen = restore_strategy(header, strategy)
-        if strategy is not None:
-            opening.check_same_settings(strategy, header, str(path))
-        return strategy or chosen
+        chosen = restore_strategy(header, given)
+        if given is None or isinstance(strategy, str):  # a name says nothing about the settings
+            return chosen
+        opening.check_same_settings(given, header, str(path))
+        return given
 
     return opening.resume(recipe.with_strategy(fleet.group.all_or_none(choose_strategy)), journal, fleet)
 
@@ -207,7 +275,7 @@ class Search:
 
     Args:
         model: The module to train.
-        strategy: The algorithm; ``gl.OpenAIES()`` if not given.
+        strategy: The algorithm, or its name; ``gl.OpenAIES()`` if not given.
         loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
         score: A function of (output, target) to maximize unless ``maximize=False``.
         objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
@@ -230,7 +298,7 @@ class Search:
     def __init__(
         self,
         model: nn.Module,
-        strategy: AnyStrategy | None = None,
+        strategy: AnyStrategy | str | None = None,
         *,
         loss: Callable[..., Any] | None = None,
         score: Callable[..., Any] | None = None,
@@ -243,7 +311,8 @@ class Search:
     ) -> None:
         goal = build_objective(loss, score, objective, maximize, None)
         check_choice("dtype", dtype, typing.get_args(DType))
-        strategy, fleet = strategy or OpenAIES(), fleet or Local()
+        strategy = find_strategy(strategy)() if isinstance(strategy, str) else strategy or OpenAIES()
+        fleet = fleet or Local()
         needs_dev = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).select_on == "dev"
         if strategy.kind == "train_members" or needs_dev:
             raise BadInput(f"The strategy {strategy.name} needs a data set, not batches: use gl.train.")
@@ -294,7 +363,7 @@ class Search:
         is_first, self._has_joined = not self._has_joined, True
         if is_first:
             self._join()
-        group.announce(0.0, False, hash_batch(given) if group.size > 1 else "")
+        group.announce(0.0, 0, hash_batch(given) if group.size > 1 else "")
         if is_first:
             opening.admit_workers(session, build_header(session, {}), given)
         if session.strategy.needs_probe:

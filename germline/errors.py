@@ -21,12 +21,35 @@ class BadInput(ValueError):
     """
 
 
+class NoProgress(UserWarning):
+    """A run learns nothing; the message says what to change. It is given once in a run.
+
+    >>> import warnings
+    >>> import germline as gl
+    >>> from torch import nn
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     result = gl.train(nn.Linear(2, 1), objective=lambda net: 1.0, generations=10, run=False)
+    >>> [warning.category.__name__ for warning in caught]
+    ['NoProgress']
+    """
+
+
 class MachineError(RuntimeError):
     """The machine could not do what the user rightly asked for: its disk is full, for example."""
 
 
 class FleetLostError(RuntimeError):
     """The other processes of a fleet are gone: this process ends, and its launcher may start all of them again."""
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    >>> count(1, "generation"), count(2, "generation")
+    ('1 generation', '2 generations')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def unknown_name(what: str, name: str, names: Iterable[str]) -> BadInput:

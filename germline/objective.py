@@ -28,6 +28,7 @@ EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
 GPU_SHARE = 16  # a data set is copied to a GPU if it takes at most 1/16 of the GPU's memory
 
 Metric = Callable[[Any, Any], Any]
+Metrics = Mapping[str, Metric] | Sequence[Metric] | Metric
 Function = Callable[..., Any] | None
 
 
@@ -346,6 +347,18 @@ class Objective:
     run_seed: int = 0
     warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        """How the value of this objective is called: a score is maximized, a loss minimized."""
+        return "score" if self.maximize else "loss"
+
+    def measured(self) -> dict[str, Metric]:
+        """Return what is measured of a split, by name: the objective, unless a metric is the same, and the metrics."""
+        metrics = dict(self.metrics or {})
+        if self.of_model or any(metric is self.function for metric in metrics.values()):
+            return metrics
+        return {self.name: self.function, **metrics}
+
     def score(self, model: nn.Module | Callable[..., Any], batch: Batch | None, generation: int = 0) -> Any:
         """Return the score of a model on a batch, or by a function of the model with the seed of a generation."""
         if self.of_model or batch is None:
@@ -410,8 +423,7 @@ class Objective:
     @torch.no_grad()
     def evaluate(self, model: nn.Module, data: Data, device: torch.device | str) -> dict[str, float]:
         """Return the loss (or score) and the metrics of a whole split, averaged over its examples."""
-        functions = {} if self.of_model else {"score" if self.maximize else "loss": self.function}
-        functions |= self.metrics or {}
+        functions = self.measured()
         totals = dict.fromkeys(functions, 0.0)
         for batch in data.in_order(device):
             output = model(*batch.args, **batch.kwargs)
@@ -421,7 +433,7 @@ class Objective:
 
 
 def build_objective(
-    loss: Function, score: Function, objective: Function, maximize: bool | None, metrics: Mapping[str, Metric] | None
+    loss: Function, score: Function, objective: Function, maximize: bool | None, metrics: Metrics | None
 ) -> Objective:
     """Return the objective of the arguments of ``gl.train``.
 
@@ -442,8 +454,26 @@ def build_objective(
     if name == "loss" and maximize:
         raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
     larger_is_better = name == "score" if maximize is None else maximize
-    of_model = name == "objective"
-    return Objective(function, larger_is_better, of_model, metrics, takes_seed=of_model and takes_seed(function))
+    of_model, named = name == "objective", name_metrics(metrics) if metrics is not None else None
+    return Objective(function, larger_is_better, of_model, named, takes_seed=of_model and takes_seed(function))
+
+
+def name_metrics(metrics: Metrics) -> dict[str, Metric]:
+    """Return metrics by name: those of a dict, or one function or several, which have their own names.
+
+    >>> list(name_metrics(accuracy)), list(name_metrics([accuracy])), list(name_metrics({"right": accuracy}))
+    (['accuracy'], ['accuracy'], ['right'])
+    """
+    if isinstance(metrics, Mapping):
+        return dict(metrics)
+    named: dict[str, Metric] = {}
+    for metric in [metrics] if callable(metrics) else metrics:
+        name = getattr(metric, "__name__", "")
+        if not name.isidentifier() or name in named:
+            problem = f"Two metrics are called {name}" if name in named else f"The metric {metric!r} has no name"
+            raise BadInput(f"{problem}: give metrics as a dict of names and functions.")
+        named[name] = metric
+    return named
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ NAMES = [
     "HybridES",
     "Local",
     "MuLambda",
+    "NoProgress",
     "OpenAIES",
     "Ray",
     "Recipe",

@@ -134,6 +134,7 @@ def test_the_header_names_norms_in_eval_mode_only(tmp_path: Path) -> None:
         search.step(X, Y)
         assert build_header(search._session, {}).get("fixed_norms") == expected
     run = gl.train(nn.Linear(2, 1), objective=lambda net: net.bias.item() ** 2, generations=1, run=tmp_path / "plain")
+    assert run.run is not None
     assert "fixed_norms" not in Journal.open(run.run).header
 
 

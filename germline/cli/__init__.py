@@ -6,6 +6,7 @@ from typing import Any
 
 from germline.cli import comparing, inspecting, planning, serving, training  # they add their commands
 from germline.cli.app import app
+from germline.errors import NoProgress
 
 
 def show_warning(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
@@ -15,7 +16,8 @@ def show_warning(message: Warning | str, category: type[Warning], *place: Any, *
 
     if find_launch().rank:
         return
-    print(f"note: {message}" if issubclass(category, SlowPath) else f"{category.__name__}: {message}", file=sys.stderr)
+    is_own = issubclass(category, SlowPath | NoProgress)
+    print(f"note: {message}" if is_own else f"{category.__name__}: {message}", file=sys.stderr)
 
 
 def main() -> None:

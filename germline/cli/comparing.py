@@ -9,7 +9,7 @@ from typer import Exit, Option
 
 from germline.cli.app import command, print_table
 from germline.cli.options import ComparisonOptions, MachineOptions, OutputOptions, RecipeName, StopOptions, StrategyName
-from germline.errors import BadInput
+from germline.errors import BadInput, count
 
 if TYPE_CHECKING:
     from germline.cli.comparison import Comparison
@@ -85,7 +85,9 @@ def sweep(
     )
     folder = output.runs / (output.name or f"sweep-{Path(recipe).stem}{f'-{strategy}' if strategy else ''}")
     comparison = Comparison(folder, recipe_address(recipe), tuple(common), variants, seeds, options.jobs)
-    show_comparison(comparison, options.metric, f"Germline: {recipe}, {len(variants)} settings", as_json=output.json_)
+    show_comparison(
+        comparison, options.metric, f"Germline: {recipe}, {count(len(variants), 'setting')}", as_json=output.json_
+    )
 
 
 def common_options(stop: StopOptions, machine: MachineOptions, options: ComparisonOptions) -> list[str]:
@@ -96,7 +98,7 @@ def common_options(stop: StopOptions, machine: MachineOptions, options: Comparis
     budget = {"generations": stop.generations, "seconds": seconds, "evaluations": stop.evaluations}
     data = machine.data.resolve() if machine.data is not None else None
     where = {"device": machine.device, "dtype": machine.dtype, "workers": options.workers, "data": data}
-    return format_options(**budget, target=stop.target, **where)
+    return format_options(**budget, target=stop.target, patience=stop.patience, **where)
 
 
 def show_comparison(comparison: "Comparison", metric: str | None, title: str, *, as_json: bool) -> None:

@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from germline.engine.best import lower_is_better
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
-from germline.engine.stopping import lower_is_better
 from germline.errors import BadInput
 from germline.reporting.report import draw_figure, render_page, render_table
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from germline.engine.opening import set_up
 from germline.engine.session import Session
-from germline.errors import BadInput, unknown_name
+from germline.errors import BadInput, count, unknown_name
 from germline.fleet import Local
 from germline.fleet.spmd.exchange import Mode, check_exchange
 from germline.objective import Batch
@@ -287,7 +287,7 @@ def explain_cost(best: Cost, costs: Sequence[Cost]) -> str:
     if best.workers == 1:
         return f"One worker needs no exchange: a generation takes {format_seconds(best.seconds)}."
     others = {cost.mode: cost for cost in costs if cost.workers == best.workers and cost.mode != best.mode}
-    use, whole = f"Use {best.mode} for {best.workers} workers", format_seconds(best.seconds)
+    use, whole = f"Use {best.mode} for {count(best.workers, 'worker')}", format_seconds(best.seconds)
     if best.mode == "replay" and "chromosome" in others:
         received, instead = format_bytes(best.bytes_received), format_bytes(others["chromosome"].bytes_received)
         repeated = f"the update it repeats costs {format_seconds(best.update_seconds)} of {whole}"

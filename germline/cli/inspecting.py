@@ -12,7 +12,7 @@ from typer import Argument, Option
 from germline.cli.app import command, print_table
 from germline.cli.completion import complete_strategy
 from germline.cli.options import AgainOptions, AsJson, RunPath
-from germline.errors import BadInput
+from germline.errors import BadInput, count
 
 if TYPE_CHECKING:
     from germline.engine.session import Session
@@ -55,7 +55,8 @@ def verify(run: RunPath, again: AgainOptions, json_: AsJson = False) -> None:
     from germline.engine import replay as replaying
 
     checked = replaying.verify(open_run(run, again))
-    counts = f"{checked['generations']} generations and {checked['snapshots']} snapshots are as they were written"
+    generations, snapshots = count(checked["generations"], "generation"), count(checked["snapshots"], "snapshot")
+    counts = f"{generations} and {snapshots} are as they were written"
     text = f"{run}: {counts}, theta_sha256 {checked['theta_sha256']}"
     print(json.dumps({"run": str(run), **checked}) if json_ else text)
 

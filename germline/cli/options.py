@@ -25,6 +25,7 @@ AsJson = Annotated[bool, Option("--json", help="print one JSON object as the las
 KeysDir = Annotated[Path | None, Option("--keys", help="the folder of this machine's key (see 'germline keys')")]
 Device = Annotated[str, Option(help="device of the members: auto, cpu, cuda, cuda:N or mps")]
 Seed = Annotated[int, Option(help="seed of the run's random numbers")]
+Keep = Annotated[str | None, Option(help="weights of the result: last, or best by the metric of the dev set")]
 StrategyName = Annotated[str | None, Option("--strategy", help=STRATEGY_HELP, autocompletion=complete_strategy)]
 
 
@@ -109,11 +110,14 @@ class StopOptions:
     """When to stop."""
 
     generations: Annotated[int | None, Option(help="stop after this many generations in all")] = None
-    seconds: Annotated[float | None, Option(help="stop after this many seconds of session in all")] = None
+    seconds: Annotated[float | None, Option(help="stop after this many seconds of training in all")] = None
     evaluations: Annotated[
         int | None, Option(help="stop after this many forward passes of a batch; a backward pass counts as two")
     ] = None
     target: Annotated[str | None, Option(metavar="METRIC=VALUE", help="stop when a metric reaches a value")] = None
+    patience: Annotated[
+        int | None, Option(help="stop when this many evaluations of the dev set in a row bring no better metric")
+    ] = None
 
     @property
     def is_limited(self) -> bool:
@@ -124,7 +128,7 @@ class StopOptions:
         from germline.engine.stopping import Stop, Target
 
         generations = self.generations if self.is_limited or recipe is None else recipe.generations
-        return Stop(generations, self.seconds, Target.parse(self.target), self.evaluations)
+        return Stop(generations, self.seconds, Target.parse(self.target), self.evaluations, self.patience)
 
 
 @dataclass

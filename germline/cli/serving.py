@@ -25,6 +25,7 @@ def serve(
     machine: options.MachineOptions,
     output: options.OutputOptions,
     seed: options.Seed = 0,
+    keep: options.Keep = None,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="address at which workers find the coordinator")
     ] = "127.0.0.1:8786",
@@ -49,8 +50,9 @@ def serve(
         if Journal.header_matches(path, {**about, "seed": seed, "strategy": made.strategy.name}):
             opening.check_same_settings(made.strategy, Journal.open(path, read_only=True).header, str(path))
             session = opening.resume(made, Journal.open(path), fleet)
+            session.keep(keep or session.require_journal().header.get("keep", "last"))
         else:
-            about["command"] = command_line()
+            about |= {"command": command_line(), "keep": keep or "last"}
             session = opening.start(made, path, seed=seed, fleet=fleet, about=about, stop=limits)
         run_to_end(session, limits, as_json=output.json_, status=page)
     finally:

@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -12,7 +13,7 @@ import typer
 
 from germline.cli import options
 from germline.cli.app import command
-from germline.errors import BadInput, unknown_name
+from germline.errors import BadInput, count, unknown_name
 
 if TYPE_CHECKING:
     from germline.cli.status import Status
@@ -33,6 +34,7 @@ def train(
     fleet: options.FleetOptions,
     output: options.OutputOptions,
     seed: options.Seed = 0,
+    keep: options.Keep = None,
     baseline: Annotated[bool, typer.Option(help="afterwards train by backprop for the same time")] = False,
 ) -> None:
     """Train a recipe."""
@@ -40,10 +42,13 @@ def train(
     from germline.engine import opening
     from germline.engine.stopping import Stop
     from germline.recipes import make_recipe
+    from germline.reporting.numbers import format_metric
     from germline.reporting.report import read_run, write_report
 
     machine.apply()
-    made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+    with show_stages("loading data"):
+        made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+    about["keep"] = keep or "last"
     limits, is_named = stop.limits(made), output.name is not None
     default = free_directory(output.runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     path = output.runs / output.name if output.name is not None else default
@@ -53,7 +58,8 @@ def train(
     start = partial(opening.start_or_continue, seed=seed, fleet=chosen, is_named=is_named)
     about_run = {**about, "command": command_line()}
     if not baseline:
-        session = start(made, path, about=about_run, stop=limits)
+        with show_stages():
+            session = start(made, path, about=about_run, stop=limits)
         run_to_end(session, limits, as_json=output.json_, strategy=strategy.strategy, fleet=fleet)
         return
     other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
@@ -67,8 +73,8 @@ def train(
     compared = run_to_end(session, same_time, as_json=False, quiet=True)
     for key, value in summary["metrics"].items():
         if key.startswith("test_") and not key.endswith(("_loss", "_score")):
-            first = f"{key.replace('_', ' ')}: {value:.4f} by {summary['strategy']}, without a gradient"
-            second = f"{compared['metrics'][key]:.4f} by backprop on the same net and data"
+            first = f"{format_metric(key, value)} by {summary['strategy']}, without a gradient"
+            second = f"{format_metric(key, compared['metrics'][key])} by backprop on the same net and data"
             print(f"{first}; {second} in the same {summary['seconds']:.1f} s")
     write_report([read_run(path), read_run(other_path)], path / "report.html")
     if output.json_:
@@ -85,6 +91,7 @@ def resume(
     device: Annotated[
         str | None, typer.Option(help="device of the members: auto, cpu, cuda, cuda:N or mps (default: the run's)")
     ] = None,
+    keep: options.Keep = None,
     json_: options.AsJson = False,
 ) -> None:
     """Go on where a run stopped."""
@@ -102,16 +109,32 @@ def resume(
         Journal.open(run)  # raises an error that says what is missing
     journal = Journal.open(run) if chosen.group.owns_journal else None
     header = chosen.group.broadcast(dict(journal.header) if journal is not None else {})
-    session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
+    with show_stages("loading data"):
+        session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
+    session.keep(keep or header.get("keep", "last"))
     given = stop.limits()
     if given.generations is not None and given.generations < session.generation:
-        done = f"The run has {session.generation} generations already"
+        done = f"The run has {count(session.generation, 'generation')} already"
         raise BadInput(f"{done}: give --generations above {session.generation}.")
     limits = given if given != Stop() else Stop.from_header(header["stop"])
     if limits is not given and limits.generations == session.generation and session.fleet.group.rank == 0:
-        reached = f"the run has reached its limit of {limits.generations} generations"
+        reached = f"the run has reached its limit of {count(limits.generations, 'generation')}"
         print(f"note: {reached}; to go on, give --generations above it", file=sys.stderr)
     run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)
+
+
+@contextmanager
+def show_stages(first: str | None = None) -> Iterator[None]:
+    """Show within the block what this process does before the first generation, in one process of a fleet."""
+    from germline.engine.stopping import Stop
+    from germline.fleet.spmd.launch import find_launch
+    from germline.reporting.progress import Progress
+    from germline.stages import announce_stage
+
+    with Progress(Stop(), is_quiet=bool(find_launch().rank)).shown():
+        if first is not None:
+            announce_stage(first)
+        yield
 
 
 def run_to_end(
@@ -136,21 +159,18 @@ def run_to_end(
         fleet: The fleet that the user asked for, for the same command.
     """
     from germline.engine import loop
+    from germline.reporting.numbers import format_metrics
     from germline.reporting.progress import Progress
-    from germline.reporting.report import write_curves, write_report
+    from germline.reporting.report import write_results
 
     path, is_first = session.path, session.fleet.group.rank == 0
-    if is_first:
-        with Progress(stop, below=status.table if status is not None else None).shown() as progress:
-            summary = loop.run(session, stop, [progress, *([status] if status is not None else [])])
-    else:
-        summary = loop.run(session, stop)
+    below = status.table if status is not None else None
+    with Progress(stop, below, is_quiet=not is_first).shown() as progress:
+        summary = loop.run(session, stop, [progress, *([status] if status is not None else [])])
     is_interrupted = summary["stopped_by"] == "interrupt"
     session.fleet.close(ended=not is_interrupted)
     if session.journal is not None:
-        rows = session.rows()
-        write_curves(rows, path / "curves.csv")
-        write_report([(path.name, session.journal.header, rows, summary)], path / "report.html")
+        write_results(session, session.rows(), summary)
         session.journal.close()
     if is_interrupted and is_first:
         how = "the same command" if status is not None else resume_command(session, strategy, fleet)
@@ -158,8 +178,10 @@ def run_to_end(
     if as_json and is_first:
         print(json.dumps(summary))
     elif not quiet and is_first:
-        metrics = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in summary["metrics"].items())
-        print(f"{summary['generations']} generations in {summary['seconds']:.1f} s  {metrics}")
+        time = f"{count(summary['generations'], 'generation')} in {summary['seconds']:.1f} s"
+        print(f"{time}  {format_metrics(summary['metrics'])}")
+        if summary["kept_generation"] != summary["generations"]:
+            print(f"kept: the weights after {count(summary['kept_generation'], 'generation')}, the best on dev")
         print(f"run: {path}\nreport: {path / 'report.html'}")
     if is_interrupted:
         raise typer.Exit(130)

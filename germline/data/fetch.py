@@ -18,7 +18,7 @@ import numpy as np
 
 from germline.errors import BadInput
 
-HOW_TO_PROVIDE = "put its files into a folder and name that folder with --data or GERMLINE_DATA"
+HOW_TO_PROVIDE = "put its files into a folder and name that folder with GERMLINE_DATA or --data"
 PUBLISHED: dict[str, Any] = json.loads(files("germline.data").joinpath("published.json").read_text())
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 SHARED = Path("..", "shared", "data")  # which several projects in one folder may have in common

@@ -1,7 +1,6 @@
-"""Diagnostics of a search: the choice of sigma, agreement of directions, steps, gradients, advice."""
+"""Diagnostics of a search: the choice of sigma, agreement of directions, steps, gradients, runs that learn nothing."""
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor
 
 from germline.clock import clock
-from germline.engine.history import Row
 from germline.engine.journal import PROBE
+from germline.engine.trouble import explain_trouble
 from germline.fleet.protocol import Scores
 from germline.machine import resident_memory
 from germline.noise import ADDRESS_LIMIT
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from germline.engine.session import Session
 
 SIGMAS = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # that sigma="auto" chooses from
-ENOUGH = 10  # diagnoses before there is any advice
 
 
 def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
@@ -92,13 +90,13 @@ def measure_resources(device: torch.device) -> dict[str, float]:
     return spent | ({"memory": memory} if (memory := resident_memory()) else {})
 
 
-def advise(history: Sequence[Row], parameters: int) -> str | None:
-    """Return a sentence if the diagnostics say that nothing is gained with the present settings."""
-    agreements = [row["agreement"] for row in history if "agreement" in row][-ENOUGH:]
-    if len(agreements) < ENOUGH:
-        return None
-    mean, chance = sum(agreements) / len(agreements), 1 / math.sqrt(len(agreements) * parameters)
-    if mean > 2 * chance:
-        return None
-    message = f"two halves of the population agree on a direction no better than chance ({mean:.1g})"
-    return f"{message}: a larger population, a larger batch or another sigma would help"
+def find_trouble(session: "Session") -> str | None:
+    """Return a sentence if a run learns nothing, with what to change."""
+    strategy, scorer = session.strategy, session.scorer
+    return explain_trouble(
+        session.history,
+        maximize=scorer.objective.maximize,
+        evolves=strategy.kind == "evolve",
+        population=strategy.population,
+        parameters=scorer.genome.size,
+    )

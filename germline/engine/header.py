@@ -50,6 +50,7 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {processor_name()}, Python {platform.python_version()}",
         "command": about.get("command"),
         "stop": about.get("stop", {}),
+        "keep": about.get("keep", "last"),
     }
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from germline import noise
-from germline.errors import BadInput, MachineError
+from germline.errors import BadInput, MachineError, count
 from germline.genome import theta_sha256
 from germline.strategies import GenerationResult, pack, unpack
 
@@ -141,7 +141,7 @@ class Journal:
                 self.connection.execute("BEGIN IMMEDIATE")
             last = self.connection.execute("SELECT generation, chain FROM tip").fetchone()
             if last is not None and last[0] != result.generation - 1:
-                message = f"{self.path} has {last[0] + 1} generations, not {result.generation}"
+                message = f"{self.path} has {count(last[0] + 1, 'generation')}, not {result.generation}"
                 raise BadInput(f"{message}: another process writes to it as well.")
             before = last[1] if last is not None else digest(canonical(self.header).encode())
             chain = chain_hash(before, result.generation, scores, values, record.theta_sha256)

@@ -3,48 +3,58 @@
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from germline.engine.diagnostics import find_trouble
 from germline.engine.history import Row
+from germline.engine.opening import replay_theta
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
+from germline.errors import NoProgress
+from germline.stages import announce_stage
 
-PATIENCE = 0.05  # seconds for which records may wait to be written together, where all callbacks can wait
+COMMIT_DELAY = 0.05  # seconds for which records may wait to be written together, where all callbacks can wait
 TWICE = 0.5  # seconds between two interrupts: launchers pass on the one that a terminal has sent already
 
 
-# A function that is called after each generation, once it is on disk. One with a true attribute ``can_wait`` may be
-# called for several short generations together.
+# A function that is called after each generation, once it is on disk; if it returns True, the run stops. One with a
+# true attribute ``can_wait`` may be called for several short generations together.
 Callback = Callable[[Session, Row], object]
 
 
 def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
     """Run a session until it reaches a limit; return its summary."""
+    announce_stage("computing the first generation")
     stop.check(session.scorer.objective, session.splits)
     if stop.target is not None and stop.target.metric.startswith("train_"):
         session.eval_splits = ("train", *session.eval_splits)
     session.measure_part, session.part_used = stop.part_used, stop.part_used(session, session.samples)
-    patience = PATIENCE if all(getattr(callback, "can_wait", False) for callback in callbacks) else 0.0
+    delay = COMMIT_DELAY if all(getattr(callback, "can_wait", False) for callback in callbacks) else 0.0
     unreported: list[Row] = []
+    can_warn = session.fleet.group.owns_journal
     with interruptible(session):
         try:
             while (reason := stop.reason(session)) is None:
-                unreported.append(session.step(patience))
+                unreported.append(session.step(delay))
+                if can_warn and (trouble := find_trouble(session)) is not None:
+                    can_warn = False  # once is enough
+                    warnings.warn(trouble, NoProgress, stacklevel=3)
                 if session.journal is None or session.journal.is_committed:
                     report(session, unreported, callbacks)
         finally:
             session.commit()
         report(session, unreported, callbacks)
-    return session.finish(reason)
+    return session.finish(reason, lambda generation: replay_theta(session, generation))
 
 
 def report(session: Session, rows: list[Row], callbacks: Sequence[Callback]) -> None:
-    """Call the callbacks for generations that are on disk, once."""
+    """Call the callbacks for generations that are on disk, once; note whether one of them asks to stop."""
     for row in rows:
         for callback in callbacks:
-            callback(session, row)
+            session.is_asked_to_stop |= callback(session, row) is True
     rows.clear()
 
 

@@ -7,7 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from germline import noise
+from germline.engine.best import Best
 from germline.engine.diagnostics import probe_sigma
 from germline.engine.header import build_header, describe_settings, restore_strategy
 from germline.engine.journal import Journal, Record
@@ -21,11 +24,13 @@ from germline.genome import Genome, frozen_sha256
 from germline.objective import Batches, Data, Objective
 from germline.population import Plan
 from germline.recipes import Recipe
+from germline.stages import announce_stage
 from germline.strategies import AnyStrategy, GradientStrategy
 
 
 def set_up(recipe: Recipe, fleet: Fleet, seed: int) -> Session:
     """Make a recipe's session ready and try its module on the first batch; nothing is written."""
+    announce_stage("loading data")
     strategy, splits = fleet.adapt(recipe.strategy), recipe.splits()
     fleet.check(strategy)
     session = Session.create(
@@ -59,7 +64,7 @@ def start(
         path: The directory to create.
         seed: The seed of the run's random numbers.
         fleet: Who evaluates the members.
-        about: The name and the settings of the recipe and the command, for the header.
+        about: For the header: the name and the settings of the recipe, the command, and which weights are kept.
         stop: The limits of the run.
     """
     stop, group = stop or Stop(), fleet.group
@@ -67,6 +72,8 @@ def start(
     def try_run() -> Session:
         session = set_up(recipe, fleet, seed)
         stop.check(session.scorer.objective, session.splits)
+        session.keep(about.get("keep", "last"))
+        announce_stage("choosing how members are evaluated")
         session.prepare(session.batch(0))
         return session
 
@@ -123,9 +130,12 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     session = group.all_or_none(lambda: rebuild(recipe, journal, fleet))
     device = session.scorer.device
     group.agree(lambda: {"noise on its device": noise.field_digest(device), "kind of device": device.type})
+    announce_stage("replaying the journal")
     group.on_journal_rank(lambda: replay(session))
     sigma = session.strategy.sigma if session.journal is not None and probed(session) else None  # type: ignore[attr-defined]
     totals, plan, sigma = group.broadcast((dict(session.totals()), asdict(session.scorer.chosen_plan), sigma))
+    best = totals.pop("best")
+    session.best = Best(**best) if best is not None else None
     for name, value in totals.items():
         setattr(session, name, value)
     session.scorer.adopt(Plan(**plan))
@@ -159,6 +169,7 @@ def rebuild(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
 
 def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet, run: str) -> Session:
     """Return a run before its first generation; what differs from its header is an error that names it."""
+    announce_stage("loading data")
     splits = recipe.splits()
     strategy = restore_strategy(header, recipe.strategy)
     fleet.check(strategy)
@@ -178,11 +189,24 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     for what, (here, there) in differences.items():
         if here != there:
             raise BadInput(f"The {what} is not that of {run}: a run goes on only with what it began with.")
-    session.recipe, session.splits = recipe, splits
+    session.recipe, session.splits, session.keeps_best = recipe, splits, header.get("keep") == "best"
     session.batches = make_batches(replace(recipe, batch_size=header["batch_size"]), splits, header["seed"])
     if session.batches is not None or session.scorer.objective.of_model:
         session.scorer.try_module(session.batch(0))
     return session
+
+
+def replay_theta(session: Session, generation: int) -> Tensor:
+    """Return the weights that a run had after some generations, replayed from its journal."""
+    journal, module = session.require_journal(), session.scorer.module
+    assert session.recipe is not None
+    assert module is not None
+    recipe = replace(session.recipe, model=module).with_strategy(session.strategy)
+    past = rebuild_from_header(recipe, journal.header, Local(str(session.scorer.device)), str(journal.path))
+    past.journal = journal
+    replay(past, until=generation)
+    theta: Tensor = past.state.theta
+    return theta
 
 
 def open_for_replay(journal: Journal, given: AnyStrategy | None = None) -> Session:
@@ -223,6 +247,7 @@ def run_facts(session: Session, header: Mapping[str, Any]) -> dict[str, Any]:
         "version of the noise": noise.VERSION,
         "kind of device": device.type,
         "limit at which to stop": header["stop"],
+        "choice of the weights to keep": header["keep"],
         "noise on its device": noise.field_digest(device),
         "recipe": [header["recipe"], header["recipe_settings"], header["batch_size"], header["maximize"]],
         "strategy": [header["strategy"], header["settings"], header["seed"]],

@@ -4,7 +4,7 @@ from typing import Any
 
 from germline.engine.journal import PROBE, Journal, Record, content_sha256
 from germline.engine.session import Session
-from germline.errors import BadInput
+from germline.errors import BadInput, count
 from germline.genome import theta_sha256
 from germline.strategies import pack
 
@@ -23,7 +23,7 @@ def replay(session: Session, until: int | None = None, *, from_start: bool = Fal
         apply_probe(session, records.pop(0))
     length = len(records) if until is None else until
     if length > len(records):
-        raise BadInput(f"{journal.path} has {len(records)} generations, so there is no generation {length}.")
+        raise BadInput(f"{journal.path} has {count(len(records), 'generation')}, so there is no generation {length}.")
     first, session.state = journal.latest(session.state, 0 if from_start else length, device)
     if first == 0 and theta_sha256(session.state.theta) != journal.header["initial_theta_sha256"]:
         raise BadInput(f"Snapshot 0 of {journal.path} is not the one the run began with: restore it from a copy.")

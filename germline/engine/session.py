@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from germline.clock import clock
+from germline.engine.best import Best
 from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
 from germline.engine.drivers import Driver, find_driver, gradient_strategy
 from germline.engine.export import export_model
@@ -37,9 +38,10 @@ from germline.population import (
 from germline.recipes import Recipe
 from germline.strategies import AnyStrategy, GenerationResult
 from germline.strategies.registry import check_state, check_strategy
-from germline.strategies.settings import set_schedules
+from germline.strategies.settings import check_choice, set_schedules
 
 REMEMBERED, RECENT = 4096, 256  # generations that are kept in memory, and of these the last ones without a gap
+ReplayTheta = Callable[[int], Tensor] | None
 STATISTICS_BATCHES = 8  # batches from which running statistics are re-estimated
 
 
@@ -64,6 +66,7 @@ class Session:
         path: The directory of the run.
         generation: The number of finished generations.
         history: Rows of generations: all of the recent ones, of earlier ones fewer and fewer.
+        best: The best metric of the dev set so far; None if there is none.
     """
 
     strategy: AnyStrategy
@@ -86,8 +89,13 @@ class Session:
     received: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[Row] = field(default_factory=list)
+    best: Best | None = None
+    keeps_best: bool = False  # whether the result is the generation with the best metric of the dev set
+    best_theta: Tensor | None = None  # its weights, where they have been seen by this process
+    kept_theta: Tensor | None = None  # the weights of the result, if they are not those of the last generation
     eval_splits: tuple[str, ...] = ("dev", "test")  # that are scored during training
     interrupted: bool = False
+    is_asked_to_stop: bool = False  # by a callback
     given_batch: Batch | None = None  # the batch of the caller, where there is no data set
     update: Update | None = None  # how the fleet shares out updates; see ``share_update``
     member_share: MemberShare | None = None  # which members train here
@@ -200,16 +208,16 @@ class Session:
 
     # A run with a journal
 
-    def step(self, patience: float = 0.0) -> Row:
+    def step(self, commit_delay: float = 0.0) -> Row:
         """Run one generation and record it; return its row.
 
         Args:
-            patience: Seconds for which records may wait until they are written to disk together.
+            commit_delay: Seconds for which records may wait until they are written to disk together.
         """
         assert self.recipe is not None
         started = time.perf_counter()
         group = self.fleet.group
-        group.announce(self.seconds, self.interrupted)
+        group.announce(self.seconds, self.stop_request)
         batch = self.batch(self.generation) if self.prefetched_batch is None else self.prefetched_batch
         self.prepare(batch)
         plan = self.scorer.plan
@@ -243,11 +251,26 @@ class Session:
             self.journal.append(record)
         if self.generation % self.recipe.snapshot_every == 0:
             self.save_snapshot()
-        if time.monotonic() - self.last_commit >= patience:
+        if time.monotonic() - self.last_commit >= commit_delay:
             self.commit()
         self.unrecorded_seconds = time.perf_counter() - ended
         self.peak_bytes = max(self.peak_bytes, int(resources.get("memory", 0)))
-        return self.note(record)
+        row = self.note(record)
+        if self.keeps_best and self.best is not None and self.best.generation == self.generation:
+            self.best_theta = self.state.theta.clone() if group.owns_journal else None
+        return row
+
+    @property
+    def stop_request(self) -> int:
+        """The request to stop in this process: 2 for an interrupt, 1 for a callback's, else 0."""
+        return 2 if self.interrupted else int(self.is_asked_to_stop)
+
+    def keep(self, which: str) -> None:
+        """Choose which weights the result will have: those of the ``"last"`` or the ``"best"`` generation, by dev."""
+        check_choice("keep", which, ("last", "best"))
+        self.keeps_best = which == "best"
+        if self.keeps_best:
+            Best.require(self.scorer.objective, self.splits, 'keep="best"')
 
     def _prefetch(self) -> None:
         """Have a GPU start the next generation, if there will be one, while this one is written to disk."""
@@ -289,7 +312,11 @@ class Session:
         self.add_totals(record)
         if "plan" in record.info:  # from here on members were evaluated by another plan
             self.scorer.adopt(Plan(**record.info["plan"]))
-        self.metrics |= record.info.get("metrics", {})
+        metrics = record.info.get("metrics", {})
+        self.metrics |= metrics
+        self.best = self.best or Best.of(self.scorer.objective, self.splits)
+        if self.best is not None:
+            self.best.note(metrics, record.result.generation + 1)
         self.evaluations += record.result.scores.size
         totals = {"total_seconds": self.seconds, "total_samples": self.samples}
         row = describe_record(record, self.scorer.objective.maximize) | totals
@@ -332,7 +359,7 @@ class Session:
         objective, last = self.scorer.objective, max(self.generation - 1, 0)
         with torch.no_grad(), single_threaded_torch():  # a metric may end the run: it must not depend on threads
             model = self.model()
-            metrics = {f"center_{objective_name(objective)}": float(objective.score(model, batch, last))}
+            metrics = {f"center_{objective.name}": float(objective.score(model, batch, last))}
             for split in self.eval_splits:
                 if split in self.splits:
                     values = objective.evaluate(model, self.splits[split], self.scorer.device)
@@ -340,10 +367,13 @@ class Session:
         return metrics
 
     def model(self) -> nn.Module:
-        """Return the center as a module, in evaluation mode."""
+        """Return a copy of the module with the weights of the center, or of the result once the run has ended.
+
+        The copy is in evaluation mode and on the device of the members.
+        """
         model = copy.deepcopy(self.scorer.module)  # what it writes to its buffers must not reach any member
         assert model is not None
-        self.scorer.genome.write(self.state.theta, model)
+        self.scorer.genome.write(self.state.theta if self.kept_theta is None else self.kept_theta, model)
         model.to(self.scorer.device).eval()
         if self.batches is not None:
             some = (self.batches.batch(g, self.scorer.device) for g in range(STATISTICS_BATCHES))
@@ -355,17 +385,40 @@ class Session:
         """The names of the norms that keep the running statistics that they had at the start."""
         return fixed_norms(self.scorer.module) if self.scorer.module is not None else []
 
-    def finish(self, stopped_by: str) -> dict[str, Any]:
-        """Save the final snapshot and the exported model; return the summary of the run."""
+    def finish(self, stopped_by: str, replay_theta: ReplayTheta = None) -> dict[str, Any]:
+        """Save the final snapshot and the exported model; return the summary of the run.
+
+        Args:
+            stopped_by: Which limit the run has reached.
+            replay_theta: Returns the weights after some generations, from the journal; needed to keep the best ones.
+        """
         self.seconds, self.unrecorded_seconds = self.seconds + self.unrecorded_seconds, 0.0
         state = self.save_snapshot()
         if self.strategy.kind == "train_members":  # not every rank has the best member
             self.state = replace(self.state, theta=state.theta)
-        return self.fleet.group.on_journal_rank(lambda: self._summarize(stopped_by))
+        group = self.fleet.group
+        summary = group.on_journal_rank(lambda: self._summarize(stopped_by, replay_theta))
+        if summary["kept_generation"] != self.generation:
+            kept = self.kept_theta if self.kept_theta is not None else torch.zeros_like(self.state.theta)
+            self.kept_theta = group.broadcast_state({"theta": kept})["theta"]
+        return summary
 
-    def _summarize(self, stopped_by: str) -> dict[str, Any]:
+    def _keep_best(self, batch: Batch | None, replay_theta: ReplayTheta) -> int:
+        """Choose the best of the measured generations and the last one; return after how many generations it was."""
+        best = replace(self.best) if self.best is not None else Best.of(self.scorer.objective, self.splits)
+        assert best is not None
+        if best.note(self.metrics | self.measure(batch), self.generation) or best.value is None:
+            return self.generation
+        if best.generation != self.generation:
+            assert replay_theta is not None
+            self.kept_theta = self.best_theta if self.best_theta is not None else replay_theta(best.generation)
+        return best.generation
+
+    def _summarize(self, stopped_by: str, replay_theta: ReplayTheta) -> dict[str, Any]:
+        batch = self.batch(max(self.generation - 1, 0))
+        kept_generation = self._keep_best(batch, replay_theta) if self.keeps_best else self.generation
         self.eval_splits = ("train", "dev", "test") if not self.scorer.objective.of_model else ("dev", "test")
-        self.metrics |= self.measure(self.batch(max(self.generation - 1, 0)))
+        self.metrics |= self.measure(batch)
         export_model(self.model(), self.path / "model.safetensors")
         summary = {
             "run": str(self.path),
@@ -381,6 +434,7 @@ class Session:
             "bytes_received": self.received,
             "peak_memory_bytes": max(self.peak_bytes, peak_memory(self.scorer.device)),
             "stopped_by": stopped_by,
+            "kept_generation": kept_generation,
         }
         self.require_journal().save_outcome(summary)
         return summary
@@ -388,9 +442,4 @@ class Session:
     def totals(self) -> Mapping[str, Any]:
         """Return what a rank that joins a resumed run must know."""
         names = ("generation", "seconds", "samples", "evaluations", "metrics")
-        return {name: getattr(self, name) for name in names}
-
-
-def objective_name(objective: Objective) -> str:
-    """Return how the value of an objective is called: a score is maximized, a loss minimized."""
-    return "score" if objective.maximize else "loss"
+        return {name: getattr(self, name) for name in names} | {"best": asdict(self.best) if self.best else None}

@@ -1,24 +1,16 @@
 """The limits at which a run ends."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from germline.engine.session import Session, objective_name
+from germline.engine.best import Best, lower_is_better
+from germline.engine.session import Session
 from germline.errors import BadInput, unknown_name
 from germline.objective import Objective
 
-LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "perplexity")  # endings of metrics
-
-
-def lower_is_better(metric: str) -> bool:
-    """Return whether lower values of a metric are better, by its name.
-
-    >>> lower_is_better("test_mse"), lower_is_better("test_accuracy")
-    (True, False)
-    """
-    return metric.endswith(LOWER_IS_BETTER)
+REQUESTS = (None, "callback", "interrupt")  # by the number of a request to stop
 
 
 @dataclass(frozen=True)
@@ -60,32 +52,36 @@ class Stop:
         seconds: Seconds of training in all, over every resume.
         target: A metric and its value.
         evaluations: Forward passes of a batch, of which a backward pass counts as two.
+        patience: Evaluations of the dev set in a row that bring no better metric (``engine.best`` says which one).
     """
 
     generations: int | None = None
     seconds: float | None = None
     target: Target | None = None
     evaluations: int | None = None
+    patience: int | None = None
 
     @classmethod
     def from_header(cls, limits: Mapping[str, Any]) -> "Stop":
         """Return the limits that a run was started with."""
         target = Target(**limits["target"]) if limits.get("target") else None
-        return cls(limits.get("generations"), limits.get("seconds"), target, limits.get("evaluations"))
+        return cls(**{**limits, "target": target})
 
     def __post_init__(self) -> None:
         if self.generations is not None and self.generations < 0:
             raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
         if self.evaluations is not None and self.evaluations < 0:
             raise BadInput(f"The number of evaluations must not be negative, but is {self.evaluations}.")
+        if self.patience is not None and self.patience < 1:
+            raise BadInput(f"The patience must be at least 1 evaluation of the dev set, not {self.patience}.")
         if self.seconds is not None and not 0 <= self.seconds < float("inf"):
             raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
 
-    def check(self, objective: Objective, splits: Iterable[str]) -> None:
-        """Raise an error that names the metrics, if the target's metric will not be measured."""
-        name = objective_name(objective)
-        kinds = [*(objective.metrics or {}), *(() if objective.of_model else (name,))]
-        names = [f"{split}_{kind}" for split in splits for kind in kinds] + [f"center_{name}"]
+    def check(self, objective: Objective, splits: Collection[str]) -> None:
+        """Raise an error that names the metrics, if the target's metric or that of patience will not be measured."""
+        names = [f"{split}_{kind}" for split in splits for kind in objective.measured()] + [f"center_{objective.name}"]
+        if self.patience is not None:
+            Best.require(objective, splits, "patience")
         if self.target is not None and self.target.metric not in names:
             raise unknown_name("metric", self.target.metric, names)
 
@@ -105,11 +101,13 @@ class Stop:
         """Return which limit a session has reached, or None if it goes on."""
         if self.target is not None and self.target.is_reached(session.metrics):
             return "target"
+        if self.patience is not None and session.best is not None and session.best.evaluations_since >= self.patience:
+            return "patience"
         if self.generations is not None and session.generation >= self.generations:
             return "generations"
         if self.evaluations is not None and session.samples >= self.evaluations * session.batch_size:
             return "evaluations"
-        seconds, interrupted = session.fleet.group.stop_status(session.seconds, session.interrupted)
+        seconds, request = session.fleet.group.stop_status(session.seconds, session.stop_request)
         if self.seconds is not None and seconds >= self.seconds:
             return "seconds"
-        return "interrupt" if interrupted else None
+        return REQUESTS[request]

@@ -76,13 +76,13 @@ class Group(Protocol):
         """Raise an error unless all processes have the same facts."""
         return
 
-    def announce(self, seconds: float, interrupted: bool, digest: str = "") -> None:
-        """Say before a generation what the other processes must know: times, interrupts, the hash of a given batch."""
+    def announce(self, seconds: float, request: int, digest: str = "") -> None:
+        """Say before a generation what the others must know: times, requests to stop, the hash of a given batch."""
         return
 
-    def stop_status(self, seconds: float, interrupted: bool) -> tuple[float, bool]:
-        """Return how long the run has taken and whether it was interrupted, as all processes see it."""
-        return seconds, interrupted
+    def stop_status(self, seconds: float, request: int) -> tuple[float, int]:
+        """Return how long the run has taken and the strongest request to stop it, as all processes see them."""
+        return seconds, request
 
 
 class Update(Protocol):

@@ -5,6 +5,7 @@ definition (NumPy, slow), ``cpu`` is Numba, ``cuda`` is Triton. They work in pla
 already checked; nothing here allocates a result or rejects an argument.
 """
 
+import sys
 from collections import OrderedDict
 from enum import IntEnum
 from functools import cache
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
+
+from germline.stages import announce_stage
 
 TILE = 1024  # parameters of a tile: 128 blocks by 8 lanes
 BLOCKS = 128  # Philox blocks of a tile
@@ -63,7 +66,10 @@ def kernel_device(device: torch.device) -> torch.device:
 
 def kernels_for(device: torch.device) -> ModuleType:
     """Return the module of kernels for a device that ``kernel_device`` returned; importing it may take seconds."""
-    return import_module(f"germline.kernels.{device.type}")
+    name = f"germline.kernels.{device.type}"
+    if name not in sys.modules:
+        announce_stage("compiling kernels")  # as they are used for the first time, here and in what follows
+    return import_module(name)
 
 
 def as_kernel_arg(tensor: torch.Tensor) -> Any:

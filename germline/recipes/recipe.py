@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from germline.errors import BadInput
-from germline.objective import Data, Metric, Objective, build_objective
+from germline.objective import Data, Metrics, Objective, build_objective
 from germline.population import DType
 from germline.sources import float_type
 from germline.strategies import AnyStrategy, OpenAIES
@@ -32,7 +32,8 @@ class Recipe:
         score: A function of (output, target) to be maximized, unless ``maximize`` is False.
         objective: A function of the model, or of (model, seed), to be minimized unless ``maximize`` is True.
         maximize: Whether larger is better.
-        metrics: Functions of (output, target) by which dev and test are measured; by default accuracy for classes.
+        metrics: Functions of (output, target) by which dev and test are measured: a dict by name, a list, or one; by
+            default accuracy for classes.
         strategy: The strategy that trains the model.
         others: Good settings of other strategies, by the name of the strategy.
         batch_size: Examples of a batch; by default that of the DataLoader, else all of the data.
@@ -59,7 +60,7 @@ class Recipe:
     score: Callable[..., Any] | None = None
     objective: Callable[..., Any] | None = None
     maximize: bool | None = None
-    metrics: Mapping[str, Metric] | None = None
+    metrics: Metrics | None = None
     strategy: AnyStrategy = field(default_factory=OpenAIES)
     others: Mapping[str, AnyStrategy] = field(default_factory=dict)
     batch_size: int | None = None

@@ -13,7 +13,10 @@ from typing import Any
 
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
+from germline.engine.session import Session
 from germline.population import METHODS
+from germline.reporting.numbers import format_metrics
+from germline.reporting.svg import Curve, draw_axes
 
 STYLE = resources.files("germline.reporting").joinpath("report.css").read_text(encoding="utf-8")
 
@@ -38,6 +41,14 @@ def read_run(path: Path) -> ReportedRun:
     run = (path.name, journal.header, read_rows(journal), journal.outcome() or {})
     journal.close()
     return run
+
+
+def write_results(session: Session, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
+    """Write curves.csv and report.html into the directory of a run that has ended, where this process owns it."""
+    if session.journal is not None:
+        write_curves(rows, session.path / "curves.csv")
+        run = (session.path.name, session.journal.header, rows, summary)
+        write_report([run], session.path / "report.html")
 
 
 def write_report(runs: Sequence[ReportedRun], file: Path) -> None:
@@ -76,8 +87,8 @@ def render_results(runs: Sequence[ReportedRun]) -> str:
         latest = {key: value for row in rows for key, value in row.items()}
         metrics = {key: value for key, value in latest.items() if key.startswith(("dev_", "test_", "center_"))}
         if outcome.get("generations") == len(rows):  # else the run has been resumed since
-            metrics |= {key: value for key, value in outcome.get("metrics", {}).items() if value is not None}
-        result = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in sorted(metrics.items()))
+            metrics |= outcome.get("metrics", {})
+        result = format_metrics(dict(sorted(metrics.items())), ", ")
         seconds = f"{rows[-1]['total_seconds']:.1f}" if rows else "0"
         lines.append([name, header["recipe"] or "", header["strategy"], len(rows), seconds, result])
     return render_table(["run", "recipe", "strategy", "generations", "seconds", "result"], lines)
@@ -96,28 +107,36 @@ def render_settings(header: Mapping[str, Any]) -> str:
 
 
 def draw_curves(runs: Sequence[ReportedRun]) -> str:
-    """Return scores and metrics against generations and seconds, drawn by matplotlib."""
+    """Return scores and metrics against generations and seconds, as inline SVG."""
     keys = {key for _, _, rows, _ in runs for row in rows for key in row}
     metrics = sorted(key for key in keys if key.startswith(("dev_", "test_")))
     metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
-    figures = 1 + bool(metrics)
+    drawn = {"score": ["mean", "best"]} | ({"metric": metrics} if metrics else {})
+    names = {"mean": "mean of members"}
+    figures = []
+    for what, columns in drawn.items():
+        for x, label in (("generation", "generation"), ("total_seconds", "seconds of training")):
+            curves = [
+                Curve(
+                    (f"{name}: " if len(runs) > 1 else "") + names.get(column, column.replace("_", " ")),
+                    [(row[x], row[column]) for row in rows if column in row],
+                    is_faint=column == "best",
+                )
+                for name, _, rows, _ in runs
+                for column in columns
+            ]
+            figures.append(draw_axes(curves, label, what, width=450))
+    return f"<p>{' '.join(figures)}</p>"
 
-    def draw(axes: Any) -> None:
-        for name, _, rows, _ in runs:
-            for column, x in enumerate(("generation", "total_seconds")):
-                times = [row[x] for row in rows]
-                axes[0][column].plot(times, [row["mean"] for row in rows], label=f"{name}: mean of members", lw=1)
-                axes[0][column].plot(times, [row["best"] for row in rows], label=f"{name}: best", lw=0.7, alpha=0.6)
-                for metric in metrics:
-                    points = [(row[x], row[metric]) for row in rows if metric in row]
-                    label = f"{name}: {metric.replace('_', ' ')}" if len(runs) > 1 else metric.replace("_", " ")
-                    axes[1][column].plot(*zip(*points, strict=True) if points else ((), ()), label=label, lw=1.2)
-        for row, what in zip(axes, ("score", "metric"), strict=False):
-            row[0].set(xlabel="generation", ylabel=what)
-            row[1].set(xlabel="seconds of session", ylabel=what)
-            row[0].legend(fontsize=8)
 
-    return draw_figure(draw, (11, 3.6 * figures), figures, 2)
+def render_result(name: str, rows: Sequence[Row], summary: Mapping[str, Any], metric: str | None) -> str:
+    """Return what a notebook shows of a finished run: its outcome, and the curve of a metric or else of the scores."""
+    measured = [(row["generation"] + 1, row[metric]) for row in rows if metric is not None and metric in row]
+    curve = [(row["generation"] + 1, row["mean"]) for row in rows]
+    label = metric.replace("_", " ") if measured and metric is not None else "mean score of members"
+    figure = draw_axes([Curve(label, measured or curve)], "generation", label, width=480, height=220)
+    metrics = [[name.replace("_", " "), value] for name, value in summary["metrics"].items()]
+    return f"<p><b>{html.escape(name)}</b></p>{figure}{render_table(['metric', 'value'], metrics)}"
 
 
 def draw_figure(draw: Callable[[Any], None], size: tuple[float, float], rows: int, columns: int) -> str:

@@ -190,7 +190,7 @@ class Elastic(Cluster):
         folder = Path(keys) if keys is not None else None
         if folder is None and host not in LOOPBACK:
             message = f"Without keys, every machine that reaches {host} could join"
-            raise BadInput(f"{message}: give --keys DIR (see 'germline keys'), or listen on 127.0.0.1.")
+            raise BadInput(f"{message}: give keys=DIR (--keys; see 'germline keys'), or listen on 127.0.0.1.")
         security = make_security(folder)
         if folder is not None:
             check_server(folder)
@@ -198,7 +198,7 @@ class Elastic(Cluster):
             scheduler = SchedulerProcess(host, port, security_options(folder), timeout)
         except OSError as error:
             message = f"Cannot listen on {host}:{port}: {error}"
-            raise BadInput(f"{message}. Choose another address with --listen.") from error
+            raise BadInput(f"{message}. Give Elastic (or --listen) another address.") from error
         super().__init__(DaskBackend(scheduler.address, security, scheduler), device)
         given = {"--recipe": recipe, "--device": device, "--keys": folder, "--strategy": strategy}
         self.processes = LocalWorkers(workers, scheduler.address, given)

@@ -132,7 +132,9 @@ def other_fields(state: Any, names: tuple[str, ...]) -> list[str]:
 def check_exchange(mode: Exchange, strategy: AnyStrategy) -> None:
     """Raise an error if a strategy's updates cannot be shared out in a mode."""
     if strategy.kind != "evolve" and mode not in ("auto", "replay"):
-        raise BadInput(f"Gradients are summed by columns already: leave out --exchange {mode} for {strategy.name}.")
+        raise BadInput(
+            f"Gradients are summed by columns already: leave out exchange={mode} (--exchange) for {strategy.name}."
+        )
     if mode == "semi" and not strategy.has_semi_updates:
         reason = "its update is a choice among members, not a sum over them"
         raise BadInput(f"There are no semi-updates for {strategy.name}, {reason}: use replay or chromosome.")

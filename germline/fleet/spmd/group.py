@@ -17,7 +17,7 @@ from germline.strategies import pack, unpack
 T = TypeVar("T")
 FAILURES = (BadInput, MachineError, RuntimeError)  # what a rank raises when another has failed; the last for all others
 STATUS = np.dtype(
-    [("failed", "<i4"), ("interrupted", "<i4"), ("seconds", "<f8"), ("piece_seconds", "<f8"), ("digest", "S16")]
+    [("failed", "<i4"), ("request", "<i4"), ("seconds", "<f8"), ("piece_seconds", "<f8"), ("digest", "S16")]
 )
 
 
@@ -25,7 +25,7 @@ class Ranks:
     """The ranks that were started together, as one of them sees them.
 
     A generation is one message: each rank sends its scores and, with them, its status: whether it has failed or was
-    interrupted, how long a piece takes it, and a hash of its batch. Decisions that could differ between ranks are
+    asked to stop, how long a piece takes it, and a hash of its batch. Decisions that could differ between ranks are
     functions of that message.
     """
 
@@ -33,7 +33,7 @@ class Ranks:
         self.collective, self.rank, self.size = collective, collective.rank, collective.size
         self.journal_rank, self.owns_journal = 0, collective.rank == 0
         self.status: Any = np.zeros(1, STATUS)  # what the others are to know with the next scores
-        self.latest: tuple[float, bool] | None = None  # seconds and interrupts, as last announced
+        self.latest: tuple[float, int] | None = None  # seconds and requests to stop, as last announced
 
     def elect(self, has_journal: bool) -> bool:
         owners = self.collective.gather(torch.tensor([has_journal])).flatten().tolist()
@@ -82,12 +82,12 @@ class Ranks:
                 if value != by_rank[0].get(name):
                     raise BadInput(f"Rank {rank} has another {name} than rank 0: all ranks must do the same work.")
 
-    def announce(self, seconds: float, interrupted: bool, digest: str = "") -> None:
-        self.status["seconds"], self.status["interrupted"] = seconds, interrupted
+    def announce(self, seconds: float, request: int, digest: str = "") -> None:
+        self.status["seconds"], self.status["request"] = seconds, request
         self.status["digest"] = digest[:16].encode()
 
-    def stop_status(self, seconds: float, interrupted: bool) -> tuple[float, bool]:
-        return self.latest or (seconds, False)
+    def stop_status(self, seconds: float, request: int) -> tuple[float, int]:
+        return self.latest or (seconds, 0)
 
     def share_work(self, shares: Shares, work: Callable[[slice], Scores]) -> Scores:
         """Do this rank's share of some work; return the scores of all ranks, and take in their statuses."""
@@ -109,7 +109,7 @@ class Ranks:
         return np.concatenate([part[STATUS.itemsize :] for part in parts]).view(np.float32)
 
     def _take_statuses(self, statuses: Any, error: Exception | None) -> None:
-        self.latest = float(statuses["seconds"][self.journal_rank]), bool(statuses["interrupted"].any())
+        self.latest = float(statuses["seconds"][self.journal_rank]), int(statuses["request"].max())
         if statuses["failed"].any():
             self._raise_if_any_failed(error)
         others = np.flatnonzero(statuses["digest"] != statuses["digest"][0])
