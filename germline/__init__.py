@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from germline.api import Result, Search, train
     from germline.errors import BadInput, NoProgress
     from germline.fleet import SPMD, Dask, Elastic, Local, Ray
-    from germline.objective import accuracy
+    from germline.metrics import accuracy
     from germline.optim.schedules import Schedule
     from germline.recipes.recipe import Recipe, seeded
     from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES, Strategy
@@ -52,7 +52,7 @@ _NAMES = {  # the public names by the module that defines them, which is importe
     "germline.api": ("Result", "Search", "train"),
     "germline.errors": ("BadInput", "NoProgress"),
     "germline.fleet": ("SPMD", "Dask", "Elastic", "Local", "Ray"),
-    "germline.objective": ("accuracy",),
+    "germline.metrics": ("accuracy",),
     "germline.optim.schedules": ("Schedule",),
     "germline.recipes.recipe": ("Recipe", "seeded"),
     "germline.strategies": ("GA", "PESGD", "PSO", "SNES", "Gradient", "HybridES", "MuLambda", "OpenAIES", "Strategy"),

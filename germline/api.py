@@ -25,7 +25,8 @@ from germline.engine.stopping import Stop, Target
 from germline.errors import BadInput, count
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
-from germline.objective import Batch, Metrics, build_objective, iterate_tensors, tensor_bytes
+from germline.metrics import Metrics
+from germline.objective import Batch, build_objective, iterate_tensors, tensor_bytes
 from germline.population import DType, Plan, refresh_statistics
 from germline.recipes import Recipe
 from germline.reporting.numbers import format_metrics, preferred_metric

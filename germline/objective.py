@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from germline.errors import BadInput
+from germline.metrics import Metric, Metrics, default_metrics, name_metrics
 from germline.noise import Field, Stream
 from germline.simulators import draw_seed, find_environment, takes_seed
 from germline.sources import collate_examples, is_list_of_examples, name_parts, to_tensors
@@ -27,8 +28,6 @@ TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a d
 EVALUATION_BATCH = 1024  # examples at a time when a whole split is scored
 GPU_SHARE = 16  # a data set is copied to a GPU if it takes at most 1/16 of the GPU's memory
 
-Metric = Callable[[Any, Any], Any]
-Metrics = Mapping[str, Metric] | Sequence[Metric] | Metric
 Function = Callable[..., Any] | None
 
 
@@ -456,44 +455,6 @@ def build_objective(
     larger_is_better = name == "score" if maximize is None else maximize
     of_model, named = name == "objective", name_metrics(metrics) if metrics is not None else None
     return Objective(function, larger_is_better, of_model, named, takes_seed=of_model and takes_seed(function))
-
-
-def name_metrics(metrics: Metrics) -> dict[str, Metric]:
-    """Return metrics by name: those of a dict, or one function or several, which have their own names.
-
-    >>> list(name_metrics(accuracy)), list(name_metrics([accuracy])), list(name_metrics({"right": accuracy}))
-    (['accuracy'], ['accuracy'], ['right'])
-    """
-    if isinstance(metrics, Mapping):
-        return dict(metrics)
-    named: dict[str, Metric] = {}
-    for metric in [metrics] if callable(metrics) else metrics:
-        name = getattr(metric, "__name__", "")
-        if not name.isidentifier() or name in named:
-            problem = f"Two metrics are called {name}" if name in named else f"The metric {metric!r} has no name"
-            raise BadInput(f"{problem}: give metrics as a dict of names and functions.")
-        named[name] = metric
-    return named
-
-
-def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """Return the fraction of examples whose largest output is at the index that the target names.
-
-    Args:
-        output: One row of outputs for each example.
-        target: The index of the right output for each example.
-
-    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
-    0.5
-    """
-    return (output.argmax(-1) == target).float().mean()
-
-
-def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
-    """Return accuracy as the only metric where output and target look like classes, else none."""
-    has_classes = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
-    has_scores = isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1
-    return {"accuracy": accuracy} if has_classes and has_scores else {}
 
 
 def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:

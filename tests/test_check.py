@@ -17,8 +17,9 @@ from germline.engine.scoring import CHECK_EVERY
 from germline.engine.session import Session
 from germline.fleet import Local
 from germline.genome import Genome
+from germline.metrics import accuracy
 from germline.noise import ADDRESS_LIMIT, Stream
-from germline.objective import Batch, Objective, accuracy, seeded_generators
+from germline.objective import Batch, Objective, seeded_generators
 from germline.population import Plan, SlowPath
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import HOSTILE, BranchesOnItsInput, DrawsFromTorch, HasHooks, Hostile, LeavesTorch, LooksAtTheBatchSize

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from germline.errors import BadInput
-from germline.objective import Batch, Batches, Data, Objective, accuracy, build_objective
+from germline.metrics import accuracy
+from germline.objective import Batch, Batches, Data, Objective, build_objective
 
 X, Y = torch.arange(20.0).reshape(10, 2), torch.arange(10)
 

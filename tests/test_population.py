@@ -18,8 +18,9 @@ from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
+from germline.metrics import accuracy
 from germline.noise import Field
-from germline.objective import Batch, Objective, accuracy
+from germline.objective import Batch, Objective
 from germline.population import (
     Evaluator,
     Plan,

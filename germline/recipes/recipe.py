@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from germline.errors import BadInput
-from germline.objective import Data, Metrics, Objective, build_objective
+from germline.metrics import Metrics
+from germline.objective import Data, Objective, build_objective
 from germline.population import DType
 from germline.sources import float_type
 from germline.strategies import AnyStrategy, OpenAIES

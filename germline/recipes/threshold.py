@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from germline.data import load_digits
-from germline.objective import accuracy
+from germline.metrics import accuracy
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import GA, PSO, SNES, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
