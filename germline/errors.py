@@ -72,6 +72,6 @@ def format_error(error: Exception) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     others = ("<", PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(others)] or frames
+    own = [frame for frame in frames if not frame.filename.startswith(others)]
     where = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{where}"

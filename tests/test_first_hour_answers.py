@@ -362,7 +362,7 @@ def test_script_modules_are_refused_with_advice(tmp_path: Path) -> None:
 def test_errors_in_a_recipe_name_the_users_line(tmp_path: Path) -> None:
     sources = {
         "missing.py": ("import os\nimport nowhere_to_be_found\n", r"nowhere_to_be_found' \(.*missing.py, line 2\)$"),
-        "syntax.py": ("x = 1\ndef recipe(:\n    pass\n", r"SyntaxError: .*\(syntax.py, line 2\)$"),
+        "syntax.py": ("x = 1\ndef recipe(:\n    pass\n", r"SyntaxError: .*syntax.py, line 2\)$"),
         "fails.py": ("def recipe():\n    return 1 / 0\n", r"division by zero \(.*fails.py, line 2\)$"),
     }
     for name, (text, expected) in sources.items():

@@ -253,7 +253,7 @@ def test_replay_needs_no_data(here: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.filterwarnings("ignore:The loss of a batch is not the mean")  # of a net with batch norm
 def test_a_baseline_for_a_score_without_a_gradient(here: Path) -> None:
     output, _ = invoke("train", "normed.py", "--baseline", "--name", "r", "--generations", "3")
-    assert "test right: " in output
+    assert "test right " in output
     assert "by backprop on the same net and data" in output
     invoke("verify", "runs/r-backprop", "--recipe", "normed.py")
     _, error = invoke("train", "normed.py", "--baseline", "--set", "recipe.has_loss=false", code=2)
