@@ -37,4 +37,4 @@ class HillClimbing(gl.Strategy[State]):
 problem = {"objective": lambda net: float((net.weight - 1).square().sum()), "strategy": HillClimbing()}
 first = gl.train(gl.seeded(0, lambda: torch.nn.Linear(4, 1)), **problem, generations=20)
 result = gl.train(gl.seeded(0, lambda: torch.nn.Linear(4, 1)), **problem, generations=40, resume=first.run)
-print(f"distance {float((result.model.weight - 1).norm()):.3f} after {len(result.history)} generations")
+print(f"distance {(result.model.weight - 1).norm().item():.3f} after {len(result.history)} generations")

@@ -21,6 +21,8 @@ for _ in range(100):  # stands for the pretraining, on the digits 0 to 4
 
 body = net[0].requires_grad_(False).eval()  # its batch norm keeps its statistics
 before = body[1].running_mean.clone()
-result = gl.train(net, data=(x, y), score=gl.accuracy, batch_size=512, generations=150, strategy=gl.OpenAIES(lr=0.1))
+result = gl.train(
+    net, data=(x, y), score=gl.accuracy, batch_size=512, generations=150, strategy=gl.OpenAIES(sigma=0.5, lr=0.3)
+)
 assert torch.equal(result.model[0][1].running_mean, before)
 print(f"accuracy on all ten digits {gl.accuracy(result.model(x), y):.3f}")
