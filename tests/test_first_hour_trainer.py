@@ -101,7 +101,7 @@ result = gl.train(nn.Linear(3, 3), (x, x.argmax(1)), dev=(x, x.argmax(1)), loss=
 
 
 @pytest.mark.slow
-def test_1_progress_on_a_terminal_keeps_what_matters_at_80_columns(tmp_path: Path) -> None:
+def test_progress_on_a_terminal_keeps_what_matters_at_80_columns(tmp_path: Path) -> None:
     sent = run_in_terminal(IN_TERMINAL, 80, tmp_path / "stdout")
     for stage in ("loading data", "choosing how members are evaluated", "compiling kernels"):
         assert stage in sent, sent
@@ -115,7 +115,7 @@ def test_1_progress_on_a_terminal_keeps_what_matters_at_80_columns(tmp_path: Pat
     assert len(printed) >= 300
 
 
-def test_1_progress_is_off_without_a_terminal_and_can_be_asked_for(
+def test_progress_is_off_without_a_terminal_and_can_be_asked_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     gl.train(net(), **CLASSES, strategy=SMALL, generations=3, run=tmp_path / "silent")
@@ -127,7 +127,7 @@ def test_1_progress_is_off_without_a_terminal_and_can_be_asked_for(
     assert " left  best " in err
 
 
-def test_1_progress_in_a_notebook_is_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_in_a_notebook_is_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
     class Handle:
@@ -144,7 +144,7 @@ def test_1_progress_in_a_notebook_is_one_line_that_changes(monkeypatch: pytest.M
     assert shown[-1].startswith("gen 20/20  dev accuracy ")
 
 
-def test_2_a_result_shows_itself_and_its_report(tmp_path: Path) -> None:
+def test_a_result_shows_itself_and_its_report(tmp_path: Path) -> None:
     result = gl.train(net(), **CLASSES, strategy=SMALL, generations=21, run=tmp_path / "run")
     assert re.fullmatch(r"Result\(21 generations in .* s: .*dev accuracy 0\.\d{4}.*; .*/run\)", repr(result))
     page = result._repr_html_()
@@ -162,7 +162,7 @@ def test_2_a_result_shows_itself_and_its_report(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "report.html").read_text() == written
 
 
-def test_2_a_run_can_keep_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_keep_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -188,7 +188,7 @@ assert "<svg" in open("run/report.html").read() and "<svg" in result._repr_html_
 
 
 @pytest.mark.slow
-def test_2_reports_need_no_matplotlib(tmp_path: Path) -> None:
+def test_reports_need_no_matplotlib(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", REPORT_WITHOUT_MATPLOTLIB], check=True, cwd=tmp_path, env=env)
 
@@ -198,7 +198,7 @@ def best_generation(rows: list[Row]) -> int:
     return int(max(values, key=lambda generation: values[generation]))
 
 
-def test_3_patience_stops_when_dev_gets_no_better(tmp_path: Path) -> None:
+def test_patience_stops_when_dev_gets_no_better(tmp_path: Path) -> None:
     straight = gl.train(**peak(), generations=200, patience=4, run=tmp_path / "straight")
     assert straight.summary["stopped_by"] == "patience"
     best = best_generation(straight.history)
@@ -242,7 +242,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own.py"
 
 
-def test_3_and_4_patience_and_keep_on_the_command_line(recipe: str) -> None:
+def test_patience_and_keep_on_the_command_line(recipe: str) -> None:
     done = call("train", recipe, "--patience", "4", "--keep", "best", "--name", "a", "--json")
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["stopped_by"] == "patience"
@@ -257,7 +257,7 @@ def test_3_and_4_patience_and_keep_on_the_command_line(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [peak()["strategy"], gl.Gradient(lr=0.1)], ids=["evolve", "gradient"])
-def test_4_the_best_weights_are_kept(strategy: Any, tmp_path: Path) -> None:
+def test_the_best_weights_are_kept(strategy: Any, tmp_path: Path) -> None:
     last = gl.train(**peak(strategy=strategy), generations=80, run=tmp_path / "last")
     best = gl.train(**peak(strategy=strategy), generations=80, keep="best", run=tmp_path / "best")
     generation = best_generation(last.history)
@@ -282,7 +282,7 @@ def test_4_the_best_weights_are_kept(strategy: Any, tmp_path: Path) -> None:
         gl.train(**peak(dev=None), keep="best", run=tmp_path / "none")
 
 
-def test_4_all_ranks_keep_the_best_weights(tmp_path: Path) -> None:
+def test_all_ranks_keep_the_best_weights(tmp_path: Path) -> None:
     alone = gl.train(**peak(), generations=60, keep="best", run=False)
     models = [peak()["model"] for _ in range(2)]
     with ranks_as_threads(2) as run:
@@ -297,7 +297,7 @@ def test_4_all_ranks_keep_the_best_weights(tmp_path: Path) -> None:
         assert run(train_rank) == [expected, expected]
 
 
-def test_5_a_callback_stops_a_run(tmp_path: Path) -> None:
+def test_a_callback_stops_a_run(tmp_path: Path) -> None:
     weights: list[Tensor] = []
 
     def stop_after_five(session: Session, row: Row) -> bool:
@@ -313,7 +313,7 @@ def test_5_a_callback_stops_a_run(tmp_path: Path) -> None:
     assert other.summary["generations"] == 7  # only True stops a run
 
 
-def test_5_all_ranks_stop_if_one_callback_asks(tmp_path: Path) -> None:
+def test_all_ranks_stop_if_one_callback_asks(tmp_path: Path) -> None:
     models = [net() for _ in range(2)]
     with ranks_as_threads(2) as run:
 
@@ -327,55 +327,6 @@ def test_5_all_ranks_stop_if_one_callback_asks(tmp_path: Path) -> None:
         assert run(train_rank) == [("callback", 6)] * 2
 
 
-def run_example(title: str, folder: Path, **variables: str) -> None:
-    text = (ROOT / "docs" / "callbacks.md").read_text()
-    setup, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    (example,) = re.findall(r"```python\n(.*?)```", text.partition(f"## {title}")[2].partition("\n## ")[0], re.DOTALL)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    subprocess.run([sys.executable, "-c", setup + example], check=True, cwd=folder, env=env, timeout=300)
-
-
-@pytest.mark.slow
-def test_5_the_example_of_a_callback_of_your_own_runs(tmp_path: Path) -> None:
-    run_example("Your own", tmp_path)
-    assert set(torch.load(tmp_path / "best.pt")) == {"weight", "bias"}
-    with_outcome = Journal.open(tmp_path / "runs" / "linear", read_only=True)
-    assert (with_outcome.outcome() or {})["stopped_by"] == "callback"
-
-
-@pytest.mark.slow
-def test_5_the_example_for_tensorboard_runs(tmp_path: Path) -> None:
-    run_example("TensorBoard", tmp_path)
-    code = """
-import json
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-events = EventAccumulator("logs")
-events.Reload()
-print(json.dumps({tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, capture_output=True, text=True)
-    steps = json.loads(done.stdout.splitlines()[-1])
-    assert steps["mean"] == list(range(20))
-    assert steps["dev_accuracy"] == [9, 19]
-
-
-@pytest.mark.slow
-def test_5_the_example_for_weights_and_biases_runs(tmp_path: Path) -> None:
-    run_example("Weights & Biases", tmp_path, WANDB_MODE="offline", WANDB_ERROR_REPORTING="false", WANDB_SILENT="true")
-    (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    content = log.read_bytes()
-    assert content.count(b"total_seconds") >= 20
-    assert b"dev_accuracy" in content
-
-
-@pytest.mark.slow
-def test_5_the_example_for_mlflow_runs(tmp_path: Path) -> None:
-    place = {"MLFLOW_TRACKING_URI": (tmp_path / "store").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
-    run_example("MLflow", tmp_path, **place)
-    (file,) = tmp_path.glob("store/0/*/metrics/dev_accuracy")
-    assert [line.split()[2] for line in file.read_text().splitlines()] == ["9", "19"]
-
-
 def warned(*arguments: Any, **settings: Any) -> list[str]:
     """Train a run that leaves nothing behind; return what it says about its progress."""
     with warnings.catch_warnings(record=True) as caught:
@@ -384,7 +335,7 @@ def warned(*arguments: Any, **settings: Any) -> list[str]:
     return [str(warning.message) for warning in caught if issubclass(warning.category, gl.NoProgress)]
 
 
-def test_6_a_run_that_learns_nothing_says_so_once() -> None:
+def test_a_run_that_learns_nothing_says_so_once() -> None:
     random = np.random.default_rng(0)
     scores = {
         "All members have had the same score": lambda model: 0.5,
@@ -397,7 +348,7 @@ def test_6_a_run_that_learns_nothing_says_so_once() -> None:
         assert said[0].startswith(message)
 
 
-def test_6_a_run_that_learns_says_nothing() -> None:
+def test_a_run_that_learns_says_nothing() -> None:
     def train(recipe: Recipe, **settings: Any) -> float:
         named = {name: getattr(recipe, name) for name in ("data", "dev", "loss", "score", "batch_size", "dtype")}
         said = warned(recipe.model, **named, **settings)
@@ -415,7 +366,7 @@ def test_6_a_run_that_learns_says_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_6_the_command_line_says_it_as_a_note(recipe: str) -> None:
+def test_the_command_line_says_it_as_a_note(recipe: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -443,7 +394,7 @@ def f1(output: Tensor, target: Tensor) -> Tensor:
     return (output.argmax(-1) == target).float().mean() / 2
 
 
-def test_7_names_instead_of_objects(tmp_path: Path) -> None:
+def test_names_instead_of_objects(tmp_path: Path) -> None:
     by_name = gl.train(net(), **CLASSES, strategy="snes", generations=5, run=tmp_path / "name")
     by_object = gl.train(net(), **CLASSES, strategy=gl.SNES(), generations=5, run=False)
     assert by_name.summary["theta_sha256"] == by_object.summary["theta_sha256"]
@@ -456,7 +407,7 @@ def test_7_names_instead_of_objects(tmp_path: Path) -> None:
         gl.train(net(), **CLASSES, strategy="sness")
 
 
-def test_7_metrics_have_their_own_names() -> None:
+def test_metrics_have_their_own_names() -> None:
     for metrics, names in ((f1, {"dev_f1"}), ([gl.accuracy, f1], {"dev_accuracy", "dev_f1"})):
         result = gl.train(net(), **CLASSES, metrics=metrics, strategy=SMALL, generations=1, run=False)
         measured = {name for name in result.summary["metrics"] if name.startswith("dev_")}
@@ -467,7 +418,7 @@ def test_7_metrics_have_their_own_names() -> None:
         gl.train(net(), **CLASSES, metrics=[f1, f1])
 
 
-def test_7_dir_shows_the_public_names_and_errors_name_arguments() -> None:
+def test_dir_shows_the_public_names_and_errors_name_arguments() -> None:
     assert dir(gl) == sorted(gl.__all__)
     with pytest.raises(gl.BadInput, match="give keys=DIR"):
         gl.Elastic("0.0.0.0:0")
@@ -482,7 +433,7 @@ def test_7_dir_shows_the_public_names_and_errors_name_arguments() -> None:
     assert "torch.manual_seed(0)" in readme
 
 
-def test_8_a_metric_that_is_nan_is_printed_as_nan(recipe: str) -> None:
+def test_a_metric_that_is_nan_is_printed_as_nan(recipe: str) -> None:
     text = call("train", recipe, "--set", "recipe.nan=true", "--generations", "2", "--name", "nan").stdout
     assert "dev closeness nan" in text
     assert "nan" in Path("runs/nan/report.html").read_text()
@@ -490,7 +441,7 @@ def test_8_a_metric_that_is_nan_is_printed_as_nan(recipe: str) -> None:
     assert json.loads(summary.splitlines()[-1])["metrics"]["dev_closeness"] is None
 
 
-def test_9_one_number_has_one_name(recipe: str) -> None:
+def test_one_number_has_one_name(recipe: str) -> None:
     settings: dict[str, Any] = {"data": (X, Y), "dev": (X, Y), "score": gl.accuracy}
     result = gl.train(
         net(), **settings, strategy=SMALL, generations=10, patience=2, target="dev_accuracy=0.999", run=False
