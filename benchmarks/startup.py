@@ -1,4 +1,4 @@
-"""How long a user waits: for the import, for the help text, and for the first generation of digits.
+"""Measures how long a user waits: for the import, for the help text, and for the first generation of digits.
 
     python benchmarks/startup.py [--against CHECKOUT] [--repeats 5]
 

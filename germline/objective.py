@@ -348,7 +348,7 @@ class Objective:
 
     @property
     def name(self) -> str:
-        """How the value of this objective is called: a score is maximized, a loss minimized."""
+        """The name of this objective's value: a score is maximized, a loss minimized."""
         return "score" if self.maximize else "loss"
 
     def measured(self) -> dict[str, Metric]:

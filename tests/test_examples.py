@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it: the installed wheel, a folder of its own, no checkout; and learns something."""
+"""Every example runs as a user runs it, from the installed wheel and without a checkout, and learns something."""
 
 import os
 import re

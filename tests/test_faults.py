@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 FAULTS = int(os.environ.get("GERMLINE_FAULTS", "6"))
 GENERATIONS = 120 * FAULTS
 TIMEOUT = 5  # seconds until a silent rank is given up
+NOTICED = 60.0  # seconds after the timeout in which the other ranks must have ended, on a busy machine
 BIN = Path(sys.executable).parent
 
 
@@ -85,10 +86,10 @@ def test_a_fleet_survives_kills_and_freezes(tmp_path: Path) -> None:
                     faults[fault] += 1
                     print(f"generation {count_generations(run)}: {fault.name}", flush=True)
                 if fault == signal.SIGSTOP:
-                    time.sleep(TIMEOUT + 4)
-                    assert not any(is_running(other) for other in victims if other != victim), (
-                        "the other ranks have not noticed"
-                    )
+                    until = time.monotonic() + TIMEOUT + NOTICED
+                    while any(is_running(other) for other in victims if other != victim):
+                        assert time.monotonic() < until, "the other ranks have not noticed"
+                        time.sleep(0.05)
                     with suppress(ProcessLookupError):
                         os.kill(victim, signal.SIGCONT)  # it wakes up when it has been given up
                 while any(map(is_running, victims)):
@@ -96,7 +97,9 @@ def test_a_fleet_survives_kills_and_freezes(tmp_path: Path) -> None:
             output = launcher.communicate(timeout=300)[0]
         finally:
             if launcher.poll() is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
+                for process in (*child_processes(launcher.pid), launcher.pid):  # ranks have other process groups
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
     assert launcher.returncode == 0, (tmp_path / "stderr").read_text()[-3000:]
     summary = json.loads(output.splitlines()[-1])
     assert (summary["theta_sha256"], summary["generations"]) == (expected, GENERATIONS)

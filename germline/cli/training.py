@@ -181,7 +181,8 @@ def run_to_end(
         time = f"{count(summary['generations'], 'generation')} in {summary['seconds']:.1f} s"
         print(f"{time}  {format_metrics(summary['metrics'])}")
         if summary["kept_generation"] != summary["generations"]:
-            print(f"kept: the weights after {count(summary['kept_generation'], 'generation')}, the best on dev")
+            after = count(summary["kept_generation"], "generation")
+            print(f"the result has the weights after {after}, the best on dev")
         print(f"run: {path}\nreport: {path / 'report.html'}")
     if is_interrupted:
         raise typer.Exit(130)

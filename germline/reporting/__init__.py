@@ -1,1 +1,1 @@
-"""What people see of a run: its progress, its report, its curves."""
+"""Shows runs to people: their progress, reports and curves."""

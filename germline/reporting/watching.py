@@ -1,4 +1,4 @@
-"""Whether people see what this process shows."""
+"""Finds out whether people see what this process shows."""
 
 import sys
 

@@ -97,7 +97,7 @@ def load_cryptography() -> tuple[Any, Any, Any, Any]:
 def create_certificate(
     file: Path, key_file: Path, name: str, extensions: list[tuple[Any, bool]], authority: Path | None = None
 ) -> None:
-    """Write a new key and its certificate, signed by an authority or by itself.
+    """Write a new key and its certificate, signed by an authority, or self-signed.
 
     Args:
         file: The file of the certificate.
