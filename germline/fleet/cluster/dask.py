@@ -11,6 +11,7 @@ A plain Dask worker can answer these calls where Germline is installed. As a pre
 
 import itertools
 import json
+import logging
 import pickle
 import queue
 import ssl
@@ -144,6 +145,9 @@ class DaskBackend(Backend):
         self.lock = threading.RLock()  # of the calls: they end in another thread
         self.last_look, self.last_event = 0.0, 0.0
         self.client: Any = None
+        if scheduler is not None:  # that it is lost is no error: it is started again
+            for name in ("distributed", "distributed.client"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
         self.lost_errors = (OSError, self.distributed.client.ClosedClientError)  # if there is no connection any more
         try:
             self._connect()
@@ -169,6 +173,8 @@ class DaskBackend(Backend):
         self.last_look = time.monotonic()
         there: set[str] = set()
         try:
+            if self.scheduler is not None and self.scheduler.has_ended:  # the client would wait for it for 10 s
+                raise ConnectionError("the scheduler has ended")
             if self.client is None:
                 self._connect()
             self.client.log_event(TOPIC, {"token": self.token})
@@ -179,6 +185,7 @@ class DaskBackend(Backend):
             self._disconnect()
             if self.scheduler is not None:
                 self.scheduler.keep_running()
+                self.last_look = 0.0
             there = set()  # workers that the next client finds join again: what was sent to them is lost
         for worker in self.workers - there:
             with self.lock:

@@ -49,9 +49,13 @@ class SchedulerProcess:
             raise OSError(text or "the scheduler ended at once")
         return text
 
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
     def keep_running(self) -> None:
         """Start the scheduler again, at the same address, if it has ended."""
-        if self.process.poll() is not None:
+        if self.has_ended:
             self.end()
             with suppress(OSError):  # the next attempt may succeed
                 self._start()
