@@ -16,8 +16,7 @@ class State:
 
 @dataclass(frozen=True)
 class HillClimbing(gl.Strategy[State]):
-    name = "hill-climbing"
-    population: int = 16
+    name, population = "hill-climbing", 16
 
     def init(self, theta):
         return State(theta)
@@ -29,12 +28,12 @@ class HillClimbing(gl.Strategy[State]):
         return Candidates(field, generation, state.theta, values["sigma"])
 
     def tell(self, state, result, field, *, maximize, start=0):
-        best = rank_members(result.scores, maximize=maximize)[0]
-        noise = field.members([int(best)], result.generation, state.theta.device)
+        best = rank_members(result.scores, maximize=maximize)[:1]
+        noise = field.members(best, result.generation, state.theta.device)
         return State(noise.perturb(state.theta, result.values["sigma"], start=start)[0])
 
 
-problem = {"objective": lambda net: float((net.weight - 1).square().sum()), "strategy": HillClimbing()}
-first = gl.train(gl.seeded(0, lambda: torch.nn.Linear(4, 1)), **problem, generations=20)
-result = gl.train(gl.seeded(0, lambda: torch.nn.Linear(4, 1)), **problem, generations=40, resume=first.run)
+about = {"objective": lambda net: float((net.weight - 1).square().sum()), "strategy": HillClimbing()}
+run = gl.train(torch.nn.Linear(4, 1), **about, generations=20).run
+result = gl.train(torch.nn.Linear(4, 1), **about, generations=40, resume=run)
 print(f"distance {(result.model.weight - 1).norm().item():.3f} after {len(result.history)} generations")

@@ -24,13 +24,7 @@ generator = torch.Generator().manual_seed(0)
 tokens = torch.randint(1, 8, (1000, 10), generator=generator)
 tokens[torch.arange(10) >= torch.randint(4, 11, (1000, 1), generator=generator)] = 0
 target = ((tokens == 1).sum(1) > (tokens == 2).sum(1)).long()
-strategy = gl.OpenAIES(population=64, sigma=0.1, lr=0.05)
-result = gl.train(
-    gl.seeded(0, Classifier),
-    data=(tokens, target),
-    loss=F.cross_entropy,
-    batch_size=128,
-    generations=60,
-    strategy=strategy,
-)
+model, strategy = gl.seeded(0, Classifier), gl.OpenAIES(population=64, sigma=0.1, lr=0.05)
+settings = {"loss": F.cross_entropy, "batch_size": 128, "generations": 60, "strategy": strategy}
+result = gl.train(model, data=(tokens, target), **settings)
 print(f"accuracy {gl.accuracy(result.model(tokens), target):.3f}")
