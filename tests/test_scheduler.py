@@ -107,7 +107,7 @@ class Fleet:
             self.joined += 1
             name = f"worker {self.joined}"
             self.speeds[name], self.scheduler.rates[name] = self.draw_speed(), 0.0
-        elif event == 1 and len(self.speeds) > 1:
+        elif event == 1 and self.speeds.keys() - self.frozen - {name}:  # frozen ones are given up
             del self.speeds[name]
             self.scheduler.drop_worker(name)
         elif event == 2 and len(self.speeds) - len(self.frozen) > 1:

@@ -12,14 +12,14 @@ from typing import Any
 
 from germline.fleet.cluster.backend import Backend, Head, Message, count_bytes, print_status
 from germline.fleet.cluster.messages import candidate_fields, encode_gradient
-from germline.fleet.cluster.scheduler import Chunk
+from germline.fleet.cluster.scheduler import OVERDUE, Chunk
 from germline.strategies import AnyStrategy, GenerationResult, pack
 
 RECORD_BYTES = 1 << 24  # of records that are kept for workers that are behind
 RECENT = 0.3  # weight of the latest measurement of a worker's speed
 LONGEST = 1e6  # seconds that any work may take
 HEAD_START = 0.01  # seconds by which records are ahead of weights
-LATENCY = 0.03  # seconds of a call's way that do not make a worker slow
+LATENCY = 0.1  # seconds of a call's way that never make a worker slow
 
 
 @dataclass(eq=False)
@@ -86,11 +86,15 @@ class RemoteWorker:
         return generation - self.last_useful <= 2
 
     def measure(self, kind: str, pieces: int, seconds: Any, waited: float = 0.0) -> None:
-        """Take in the speed of an answer, with the time of its way and of what the worker had to do before."""
+        """Take in the speed of an answer: by the worker's clock, or by the time that it took in all if that is late.
+
+        If latency always counted, a worker that is given little would look slow, and be given less and less.
+        """
         if isinstance(seconds, int | float) and 0 < seconds < LONGEST:
             self.busy_seconds += seconds
             self.answers += 1
-            rate, before = pieces / max(seconds, waited - LATENCY, 1e-6), self.rates.get(kind)
+            is_late = waited > OVERDUE * seconds + LATENCY
+            rate, before = pieces / max(waited if is_late else seconds, 1e-6), self.rates.get(kind)
             self.rates[kind] = rate if before is None else before + RECENT * (rate - before)
 
 

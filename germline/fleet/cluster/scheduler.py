@@ -94,7 +94,7 @@ class ChunkScheduler:
         late = self._find_last() if self.rates.get(worker) and len(self.out) > len(mine) else None
         if late is not None and now <= late.deadline and (1 + waiting) / own > left / total:
             return None  # others compute it, and will be done before
-        share = self.unassigned_pieces * own / total
+        share = min(self.unassigned_pieces, left * own / total - waiting)  # then all end at the same time
         worthwhile = min(math.floor(own * self.smallest), math.ceil(share))  # at the end all get their part
         size = max(math.ceil(share / CHUNKS_PER_WORKER), worthwhile, 1)
         size = size if self.rates.get(worker) else max(1, size // TRIAL)  # a small one first, to see how fast it is
