@@ -35,7 +35,9 @@ def environment(package: Path) -> dict[str, str]:
 def time_import(package: Path, statement: str) -> Seconds:
     """Return the seconds of an import statement after torch has been imported."""
     words = [sys.executable, "-c", IMPORT.format(statement)]
-    output = subprocess.run(words, env=environment(package), check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(
+        words, env=environment(package), cwd=package, check=True, capture_output=True, text=True
+    ).stdout
     wall, processor = map(float, output.split())
     return wall, processor
 
@@ -43,7 +45,7 @@ def time_import(package: Path, statement: str) -> Seconds:
 def time_help(package: Path) -> Seconds:
     """Return the seconds of ``germline --help``."""
     began, words = time.perf_counter(), [sys.executable, "-m", "germline", "--help"]
-    process = subprocess.Popen(words, env=environment(package), stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(words, env=environment(package), cwd=package, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0
     return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
@@ -55,7 +57,7 @@ def time_first_generation(package: Path) -> Seconds:
     with tempfile.TemporaryDirectory() as runs:
         words += ["--runs", runs]
         began = time.perf_counter()
-        process = subprocess.Popen(words, env=environment(package), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(words, env=environment(package), cwd=package, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         lines: list[str] = []
         for line in process.stderr:
