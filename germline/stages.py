@@ -1,4 +1,4 @@
-"""What a process does in the seconds before the first generation, for a progress line to show."""
+"""Announces what a process does in the seconds before the first generation, for a progress line to show."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

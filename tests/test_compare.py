@@ -116,7 +116,7 @@ def test_medians_and_quartiles_by_hand() -> None:
 
 
 def test_the_dev_set_decides_and_the_test_set_is_reported() -> None:
-    """By dev, b is better at the end; a was better in between. By test, a is better."""
+    """On the dev set b is better at the end and a was better in between; on the test set a is better."""
     a = trial("a", 0, {"dev_accuracy": 0.6, "test_accuracy": 0.9, "test_loss": 1.0})
     a.rows = [
         {"dev_accuracy": 0.8, "test_accuracy": 0.5},

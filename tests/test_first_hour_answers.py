@@ -1,4 +1,4 @@
-"""What people find out in their first hour with the package holds: each test is one answer."""
+"""Tests what people find out in their first hour with the package; each test is one answer."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What a user meets in the first hour with gl.train and germline train: progress, results, limits, callbacks."""
+"""Tests what a user meets in the first hour with gl.train and germline train: progress, results, limits, callbacks."""
 
 import fcntl
 import json
@@ -173,8 +173,8 @@ def test_a_run_can_keep_nothing_on_disk(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(gl.BadInput, match="say where to write"):
         result.report()
     assert "<svg" in result.report(tmp_path / "page.html").read_text()
-    kept = gl.train(net(), **CLASSES, strategy=SMALL, generations=21, run=tmp_path / "run")
-    assert kept.summary["theta_sha256"] == result.summary["theta_sha256"]
+    on_disk = gl.train(net(), **CLASSES, strategy=SMALL, generations=21, run=tmp_path / "run")
+    assert on_disk.summary["theta_sha256"] == result.summary["theta_sha256"]
 
 
 REPORT_WITHOUT_MATPLOTLIB = """

@@ -399,8 +399,8 @@ class Session:
         group = self.fleet.group
         summary = group.on_journal_rank(lambda: self._summarize(stopped_by, replay_theta))
         if summary["kept_generation"] != self.generation:
-            kept = self.kept_theta if self.kept_theta is not None else torch.zeros_like(self.state.theta)
-            self.kept_theta = group.broadcast_state({"theta": kept})["theta"]
+            theta = self.kept_theta if self.kept_theta is not None else torch.zeros_like(self.state.theta)
+            self.kept_theta = group.broadcast_state({"theta": theta})["theta"]
         return summary
 
     def _keep_best(self, batch: Batch | None, replay_theta: ReplayTheta) -> int:

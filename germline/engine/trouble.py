@@ -97,12 +97,12 @@ def trend(values: NDArray[np.float64]) -> float:
 
 
 def jump(values: NDArray[np.float64]) -> float:
-    """Return how much better the later half of some values is than the worst of the first ones, in robust deviations.
+    """Return how much better the later half of some values is than the worst of the first ones.
 
-    The deviation is that of the later half, by its median absolute deviation from its median.
+    The unit is the standard deviation of the later half, as its median absolute deviation estimates it.
     """
     later = values[values.size // 2 :]
     center = np.median(later)
-    deviation = 1.4826 * np.median(np.abs(later - center))
+    spread = 1.4826 * np.median(np.abs(later - center))  # the standard deviation, if values are normal
     rise = float(center - values[:FIRST].min())
-    return rise / max(float(deviation), 1e-300) if rise > 0 else 0.0
+    return rise / max(float(spread), 1e-300) if rise > 0 else 0.0

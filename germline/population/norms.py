@@ -64,7 +64,7 @@ def refresh_statistics(module: nn.Module, batches: Iterator[Batch], fixed: Itera
     with seeded_generators(0):
         for number, batch in enumerate(batches if norms else (), 1):
             for part in norms.values():
-                if not isinstance(part, _BatchNorm):  # instance norm does not average by itself
+                if not isinstance(part, _BatchNorm):  # instance norm takes no plain average if its momentum is None
                     part.momentum = 1 / number
             copied(*batch.args, **batch.kwargs)
     for name, part in norms.items():
