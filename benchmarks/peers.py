@@ -1,6 +1,6 @@
 """A generation of OpenAI-ES as three other libraries do it: evosax (JAX), EvoX and EvoTorch (both torch).
 
-    python benchmarks/peers.py [--work mlp|lenet|lstm] [--population P] [--batch B] [--sizes 784 300 10] [--repeats R]
+    python benchmarks/peers.py [--work mlp|lenet|...] [--population P] [--batch B] [--sizes 784 300 10] [--repeats R]
 
 Every peer starts from the same network and scores its members on the same batch: mirrored noise, Adam, float32. Each
 is there twice: as its documentation has it, the whole population under one ``vmap``, and tuned, in the fastest of the
@@ -11,6 +11,9 @@ forms that were tried by hand. Two things made those fast:
 - The tuned torch peers compile the loss of those few members, which for the LSTM, whose steps are unrolled, takes up to
   a minute of the first generation, and of the first one after torch's number of threads has changed.
 
+The Llama, the U-Net and the ResNet are there for the torch libraries alone, which run the same modules as Germline;
+for evosax they would have to be written again in JAX.
+
 What still differs is the libraries' own: EvoX does not rank the losses, and its Adam has no bias correction; EvoTorch
 has no OpenAI-ES, so its PGPE stands in, which also computes a step of the standard deviation, here times zero.
 """
@@ -18,12 +21,14 @@ has no OpenAI-ES, so its PGPE stands in, which also computes a step of the stand
 import argparse
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -33,13 +38,19 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
+sys.path.insert(0, str(Path(__file__).parent))
+from nets import TOKENS, VOCABULARY, Llama, ResNet18
+
+from germline.recipes.nuclei import SHAPES, UNet
+
 SIGMA, LEARNING_RATE = 0.05, 0.01
 HIDDEN, STEPS = 64, 48  # of the LSTM
 TORCH_CHUNK = 8  # members that torch evaluates at once
 JAX_CHUNK = {"mlp": 8, "lenet": 4, "lstm": 16}  # members that JAX evaluates at once
 
-Kind = Literal["mlp", "lenet", "lstm"]
+Kind = Literal["mlp", "lenet", "lstm", "llama", "unet", "resnet"]
 Generation = Callable[[], object]
+LARGE: dict[str, Callable[[], nn.Module]] = {"llama": Llama, "unet": lambda: UNet(*SHAPES["large"]), "resnet": ResNet18}
 
 
 @dataclass(frozen=True)
@@ -80,6 +91,8 @@ def network(work: Work) -> nn.Module:
 
 
 def build(work: Work) -> nn.Module:
+    if work.kind in LARGE:
+        return LARGE[work.kind]()
     if work.kind == "lstm":
         return LSTM()
     layers: list[nn.Module] = []
@@ -93,13 +106,23 @@ def build(work: Work) -> nn.Module:
 
 
 def batch(work: Work) -> tuple[Any, Any]:
-    """Return the shared examples: standard normal inputs, and as targets classes, or one number each for the LSTM."""
+    """Return the shared examples: standard normal inputs and classes; tokens, numbers or masks where a net has them."""
     rng = np.random.default_rng(0)
-    shape = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (STEPS, 1)}[work.kind]
-    x = rng.standard_normal((work.batch, *shape), np.float32)
+    if work.kind == "llama":
+        tokens = rng.integers(0, VOCABULARY, (work.batch, TOKENS + 1))
+        return tokens[:, :-1], tokens[:, 1:].reshape(-1)
+    shapes = {"lenet": (1, 28, 28), "lstm": (STEPS, 1), "unet": (1, 32, 32), "resnet": (3, 64, 64)}
+    x = rng.standard_normal((work.batch, *shapes.get(work.kind, work.sizes[:1])), np.float32)
     if work.kind == "lstm":
         return x, rng.standard_normal((work.batch, 1), np.float32)
-    return x, rng.integers(0, 10 if work.kind == "lenet" else work.sizes[-1], work.batch)
+    if work.kind == "unet":
+        return x, rng.integers(0, 2, x.shape).astype(np.float32)
+    return x, rng.integers(0, work.sizes[-1] if work.kind == "mlp" else 10, work.batch)
+
+
+def criterion(work: Work) -> Any:
+    """Return the loss, a function of outputs and targets."""
+    return {"lstm": F.mse_loss, "unet": F.binary_cross_entropy_with_logits}.get(work.kind, F.cross_entropy)
 
 
 # JAX
@@ -209,8 +232,8 @@ def torch_losses(work: Work, tuned: bool, forward: Callable[[Tensor, Tensor], Te
     ``forward`` takes one member's parameters and the inputs.
     """
     x, y = (torch.from_numpy(part) for part in batch(work))
-    criterion = F.mse_loss if work.kind == "lstm" else F.cross_entropy
-    losses = vmap(lambda parameters: criterion(forward(parameters, x), y))
+    loss = criterion(work)
+    losses = vmap(lambda parameters: loss(forward(parameters, x), y))
     if not tuned:
         return losses
     if shutil.which(os.environ.get("CXX", "g++")):
@@ -271,9 +294,9 @@ LIBRARIES: dict[str, Callable[[Work, bool], Generation]] = {"evosax": evosax, "e
 TUNED = ", tuned"
 
 
-def available() -> list[str]:
-    """Return the peers whose library is installed, as documented and tuned."""
-    installed = [name for name in LIBRARIES if find_spec(name)]
+def available(work: Work) -> list[str]:
+    """Return the peers that have this network and whose library is installed, as documented and tuned."""
+    installed = [name for name in LIBRARIES if find_spec(name) and (name != "evosax" or work.kind not in LARGE)]
     return [*installed, *(name + TUNED for name in installed)]
 
 
@@ -293,7 +316,7 @@ def main() -> None:
     arguments = parser.parse_args()
     work = Work(arguments.work, arguments.population, arguments.batch, tuple(arguments.sizes))
     torch.set_num_threads(os.cpu_count() or 1)
-    for name in available():
+    for name in available(work):
         generation = peer(name, work)
         times = []
         for _ in range(arguments.repeats + 1):

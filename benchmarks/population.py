@@ -2,6 +2,7 @@
 
     python benchmarks/population.py                 all rows, with the peers that are installed (extra bench)
     python benchmarks/population.py --row lenet     one row
+    python benchmarks/population.py --threads 1,2   generations per second by the number of threads, with inference's
     python benchmarks/population.py --memory        the peak memory of the process at populations 256 and 4096
     python benchmarks/population.py --device cuda   the rows of population_cuda.py, on a GPU
 
@@ -21,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import population_cuda
-from peers import TUNED, Work, available, peer
+from peers import TUNED, Work, available, batch, build, criterion, peer
 
 from germline.engine.session import Session
 from germline.fleet import Local
@@ -39,19 +39,27 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
-    """A net, and the largest part of the best peer's time that a generation should take."""
+    """A net, and the largest part of the best peer's time, or of inference's, that a generation should take."""
 
     work: Work
-    dense: float
-    low_rank: float
+    dense: float | None = None
+    low_rank: float | None = None
+    low_rank_of_inference: float | None = None
 
 
 ROWS = {
     "mlp": Row(Work("mlp", 256, 256), 0.5, 0.1),
     "mlp-large-batch": Row(Work("mlp", 64, 1000), 1.0, 0.2),
-    "lenet": Row(Work("lenet", 256, 64), 0.5, 0.1),
-    "lstm": Row(Work("lstm", 256, 64), 0.5, 0.1),
+    "lenet": Row(Work("lenet", 256, 64), 1.0, 0.6),
+    "lstm": Row(Work("lstm", 256, 64), 0.8, 0.6),
+    "llama": Row(Work("llama", 16, 8), low_rank_of_inference=1.0),
+    "unet-large": Row(Work("unet", 16, 16)),
+    "resnet": Row(Work("resnet", 8, 8)),
+    "mnist-cores": Row(Work("mlp", 512, 512, (784, 64, 10))),
+    "mnist-cores-2048": Row(Work("mlp", 2048, 512, (784, 64, 10))),
 }
+COMPARED = [name for name in ROWS if not name.startswith("mnist")]  # with the peers, unless rows are named
+SCALED = ["mnist-cores", "mnist-cores-2048"]  # over threads, unless rows are named
 
 
 class Forecaster(nn.Module):
@@ -68,39 +76,26 @@ class Forecaster(nn.Module):
 
 
 def make_module(work: Work) -> nn.Module:
+    """Return the network that the peers have, with torch's own LSTM, for which Germline has a rule."""
     torch.manual_seed(0)
-    if work.kind == "lstm":
-        return Forecaster()
-    if work.kind == "lenet":
-        return nn.Sequential(
-            *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
-            *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
-        )
-    layers: list[nn.Module] = []
-    for inputs, outputs in zip(work.sizes, work.sizes[1:], strict=False):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return Forecaster() if work.kind == "lstm" else build(work)
 
 
 def make_batch(work: Work) -> Batch:
-    shapes = {"mlp": (work.sizes[0],), "lenet": (1, 28, 28), "lstm": (48, 1)}
-    x = torch.randn(work.batch, *shapes[work.kind])
-    y = torch.randn(work.batch, 1) if work.kind == "lstm" else torch.randint(0, 10, (work.batch,))
-    return Batch.from_raw((x, y))
+    x, y = batch(work)
+    return Batch.from_raw((torch.from_numpy(x), torch.from_numpy(y)))
 
 
 def prepare_generation(work: Work, rank: int | None, dtype: Any) -> Step:
     """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal."""
-    loss = F.mse_loss if work.kind == "lstm" else F.cross_entropy
     strategy = OpenAIES(population=work.population, sigma=0.05, lr=0.01, rank=rank)
-    session = Session.create(make_module(work), strategy, Objective(loss), Local("cpu"), 0, dtype=dtype)
-    batch = make_batch(work)
+    session = Session.create(make_module(work), strategy, Objective(criterion(work)), Local("cpu"), 0, dtype=dtype)
+    examples = make_batch(work)
     numbers = iter(range(1 << 30))
-    session.prepare(batch)
+    session.prepare(examples)
 
     def step() -> None:
-        session.tell(session.evaluate(next(numbers), batch))
+        session.tell(session.evaluate(next(numbers), examples))
 
     return step
 
@@ -108,7 +103,7 @@ def prepare_generation(work: Work, rank: int | None, dtype: Any) -> Step:
 def prepare_inference(work: Work, dtype: torch.dtype) -> dict[str, Step]:
     """Return the ways to run one network on population x batch samples."""
     module, (x,) = make_module(work).eval().to(dtype), make_batch(work).args
-    x = x.to(dtype)
+    x = x.to(dtype) if x.is_floating_point() else x
     large = x.repeat(work.population, *(1,) * (x.dim() - 1))
     cores = torch.get_num_threads()
     pool = ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,))
@@ -152,7 +147,7 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
     for dtype in ("float32", "bfloat16"):
         steps |= {f"dense, {dtype}": prepare_generation(work, None, dtype)}
         steps |= {f"rank 1, {dtype}": prepare_generation(work, 1, dtype)}
-    peers = available() if with_peers else []
+    peers = available(work) if with_peers else []
     steps |= {name: peer(name, work) for name in peers}
     times = measure_best(steps, repeats)
     pure = min(seconds for key, seconds in times.items() if key.startswith("inference, float32"))
@@ -167,9 +162,34 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
         for key, goal in (("dense, float32", row.dense), ("rank 1, float32", row.low_rank)):
             if rivals:
                 ratio = times[key] / min(times[rival] for rival in rivals)
-                verdict = f"goal {goal}{'' if ratio <= goal else '  (missed)'}"
-                print(f"  {key}: {ratio:.3f} of the best peer {form}, {verdict}")
+                print(f"  {key}: {ratio:.3f} of the best peer {form}{judge(ratio, goal)}")
+    ratio = times["rank 1, float32"] / pure
+    print(f"  rank 1, float32: {ratio:.3f} of inference{judge(ratio, row.low_rank_of_inference)}", flush=True)
     return times
+
+
+def judge(ratio: float, goal: float | None) -> str:
+    """Return a goal, and whether a ratio misses it."""
+    return "" if goal is None else f", goal {goal}{'' if ratio <= goal else '  (missed)'}"
+
+
+def measure_threads(name: str, work: Work, counts: list[int], repeats: int) -> dict[str, float]:
+    """Print and return how often a second generations and inference run with each number of threads."""
+    print(f"\n{name}: {work.kind}, population {work.population}, batch {work.batch}; per second")
+    print(f"  {'threads':>8} {'inference':>10} {'rank 1':>10} {'dense':>10}   times one thread")
+    rates: dict[str, float] = {}
+    for count in counts:
+        torch.set_num_threads(count)
+        steps = prepare_inference(work, torch.float32)
+        steps |= {"rank 1": prepare_generation(work, 1, "float32"), "dense": prepare_generation(work, None, "float32")}
+        times = measure_best(steps, repeats)
+        pure = min(times["at once"], times["in batches"])
+        rate = {"inference": 1 / pure, "rank 1": 1 / times["rank 1"], "dense": 1 / times["dense"]}
+        rates |= {f"{key}, {count} threads": value for key, value in rate.items()}
+        first = [rates[f"{key}, {counts[0]} threads"] for key in rate]
+        gains = "  ".join(f"{value / one:.2f}" for value, one in zip(rate.values(), first, strict=True))
+        print(f"  {count:8} " + " ".join(f"{value:10.2f}" for value in rate.values()) + f"   {gains}", flush=True)
+    return rates
 
 
 def measure_peak_memory(population: int) -> int:
@@ -199,6 +219,9 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    parser.add_argument(
+        "--threads", type=lambda text: [int(part) for part in text.split(",")], help="thread counts, such as 1,2,4,8,16"
+    )
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         population_cuda.main(arguments.row, arguments.repeats, not arguments.no_peers, arguments.json)
@@ -210,7 +233,13 @@ def main() -> None:
         growth = large / small - 1
         print(f"growth {100 * growth:.1f} %, goal below 10 %{'' if growth < 0.1 else '  (missed)'}")
         return
-    names = arguments.row or list(ROWS)
+    if arguments.threads:
+        names = arguments.row or SCALED
+        rates = {name: measure_threads(name, ROWS[name].work, arguments.threads, arguments.repeats) for name in names}
+        if arguments.json:
+            print(json.dumps(rates))
+        return
+    names = arguments.row or COMPARED
     times = {name: measure(name, ROWS[name], arguments.repeats, not arguments.no_peers) for name in names}
     if arguments.json:
         print(json.dumps(times))
