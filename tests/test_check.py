@@ -235,3 +235,31 @@ def test_a_batch_of_the_wrong_size_is_an_error_and_changes_no_plan() -> None:
         search.step(x, y[:31])
     search.step(x, y)
     assert search._session.scorer.plan == plan
+
+
+class AmplifiesRounding(nn.Module):
+    """Iterates a map that is chaotic if its gain is large, as it is with noise as large as the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gain, self.last = nn.Linear(6, 32), nn.Parameter(torch.full((32,), 2.0)), nn.Linear(32, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(40):
+            x = torch.sin(self.gain * x)
+        output: torch.Tensor = self.last(x)
+        return output
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_network_that_amplifies_rounding_is_checked_with_less_noise(rank: int | None) -> None:
+    torch.manual_seed(0)
+    strategy = OpenAIES(population=P, sigma=0.01, rank=rank)
+    session = Session.create(AmplifiesRounding(), strategy, Objective(F.cross_entropy), Local("cpu"), 3)
+    batch = Batch.from_raw((torch.randn(16, 6), torch.randint(0, 3, (16,))))
+    session.prepare(batch)  # a slower plan would be a warning, and so an error
+    assert session.scorer.chosen_plan.method == "population"
+    candidates = strategy.ask(session.state, session.noise, 0, {"sigma": 0.01, "lr": 0.1})
+    expected = fresh_scores(session, candidates, batch)
+    np.testing.assert_allclose(session.evaluate(0, batch).scores, expected, rtol=1e-4)
