@@ -13,12 +13,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from germline.version import __version__
 
 if TYPE_CHECKING:
-    from germline.api import Result, Search, train
+    from germline.api import Result, train
     from germline.errors import BadInput, NoProgress
     from germline.fleet import SPMD, Dask, Elastic, Local, Ray
     from germline.metrics import accuracy
     from germline.optim.schedules import Schedule
     from germline.recipes.recipe import Recipe, seeded
+    from germline.search import Search
+    from germline.simulators import vectorized
     from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES, Strategy
 
 __all__ = [
@@ -46,15 +48,18 @@ __all__ = [
     "accuracy",
     "seeded",
     "train",
+    "vectorized",
 ]
 
 _NAMES = {  # the public names by the module that defines them, which is imported when one of them is first used
-    "germline.api": ("Result", "Search", "train"),
+    "germline.api": ("Result", "train"),
     "germline.errors": ("BadInput", "NoProgress"),
     "germline.fleet": ("SPMD", "Dask", "Elastic", "Local", "Ray"),
     "germline.metrics": ("accuracy",),
     "germline.optim.schedules": ("Schedule",),
     "germline.recipes.recipe": ("Recipe", "seeded"),
+    "germline.search": ("Search",),
+    "germline.simulators": ("vectorized",),
     "germline.strategies": ("GA", "PESGD", "PSO", "SNES", "Gradient", "HybridES", "MuLambda", "OpenAIES", "Strategy"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

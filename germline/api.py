@@ -1,40 +1,30 @@
-"""The Python interface: ``train`` for a whole run, ``Search`` for a loop that the caller writes."""
+"""The Python interface for whole runs: ``train``."""
 
-import hashlib
 import tempfile
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from germline import noise
 from germline.engine import loop, opening
-from germline.engine.diagnostics import probe_sigma
-from germline.engine.header import build_header, describe_settings, restore_strategy
-from germline.engine.journal import Journal, Record, content_sha256
-from germline.engine.replay import apply_probe
+from germline.engine.header import restore_strategy
+from germline.engine.journal import Journal
 from germline.engine.session import Session
 from germline.engine.stopping import Stop, Target
 from germline.errors import BadInput, count
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
 from germline.metrics import Metrics
-from germline.objective import Batch, build_objective, iterate_tensors, tensor_bytes
-from germline.population import DType, Plan, refresh_statistics
+from germline.population import DType
 from germline.recipes import Recipe
 from germline.reporting.numbers import format_metrics, preferred_metric
 from germline.reporting.report import render_result, write_report, write_results
 from germline.reporting.watching import is_watched
-from germline.sources import read_batch
-from germline.strategies import AnyStrategy, GradientStrategy, OpenAIES, class_path, find_strategy, pack, unpack
-from germline.strategies.settings import check_choice, is_over_run
+from germline.strategies import AnyStrategy, OpenAIES, find_strategy
 
 
 @dataclass(frozen=True)
@@ -256,196 +246,7 @@ def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | st
     return opening.resume(recipe.with_strategy(fleet.group.all_or_none(choose_strategy)), journal, fleet)
 
 
-def hash_batch(batch: Batch | None) -> str:
-    """Return the hash of a batch."""
-    digest = hashlib.sha256()
-    for tensor in iterate_tensors([batch.args, batch.kwargs, batch.target]) if batch is not None else ():
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        digest.update(tensor_bytes(tensor))
-    return digest.hexdigest()
-
-
 def free_directory(runs: Path, name: str) -> Path:
     """Return runs/name, or the first of runs/name-2, runs/name-3, ... that does not exist."""
     candidates = (runs / (name if i == 1 else f"{name}-{i}") for i in range(1, 1_000_000))
     return next(path for path in candidates if not path.exists())
-
-
-class Search:
-    """Evolution in a loop that the caller writes: ``step`` scores a generation on a batch and moves the center.
-
-    Args:
-        model: The module to train.
-        strategy: The algorithm, or its name; ``gl.OpenAIES()`` if not given.
-        loss: A function of (output, target) to minimize. Give one of ``loss``, ``score`` and ``objective``.
-        score: A function of (output, target) to maximize unless ``maximize=False``.
-        objective: A function of the model, or of (model, seed), to minimize unless ``maximize=True``.
-        maximize: Whether a score or an objective is maximized.
-        seed: The seed of the search's random numbers.
-        fleet: Who evaluates the members; ``gl.Local()`` if not given.
-        dtype: The type of the members' arithmetic: ``"auto"``, ``"float32"`` or ``"bfloat16"``.
-        dropout: Whether members are scored with their dropout layers active.
-
-    >>> import torch
-    >>> from torch import nn
-    >>> model = nn.Linear(3, 1)
-    >>> search = Search(model, OpenAIES(population=32, lr=0.1), loss=nn.functional.mse_loss, seed=0)
-    >>> for x in torch.randn(50, 64, 3, generator=torch.Generator().manual_seed(0)):
-    ...     scores = search.step(x, x.sum(1, keepdim=True))
-    >>> scores.shape, bool(nn.functional.mse_loss(search.model(x), x.sum(1, keepdim=True)) < 0.3)
-    ((32,), True)
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        strategy: AnyStrategy | str | None = None,
-        *,
-        loss: Callable[..., Any] | None = None,
-        score: Callable[..., Any] | None = None,
-        objective: Callable[..., Any] | None = None,
-        maximize: bool | None = None,
-        seed: int = 0,
-        fleet: Fleet | None = None,
-        dtype: DType = "auto",
-        dropout: bool = False,
-    ) -> None:
-        goal = build_objective(loss, score, objective, maximize, None)
-        check_choice("dtype", dtype, typing.get_args(DType))
-        strategy = find_strategy(strategy)() if isinstance(strategy, str) else strategy or OpenAIES()
-        fleet = fleet or Local()
-        needs_dev = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).select_on == "dev"
-        if strategy.kind == "train_members" or needs_dev:
-            raise BadInput(f"The strategy {strategy.name} needs a data set, not batches: use gl.train.")
-        for name, value in vars(strategy).items():
-            if is_over_run(value):
-                message = f"The schedule {value} of {name} is over a whole run, and a Search does not know its end"
-                raise BadInput(f"{message}: give the schedule a number of generations.")
-        self._module = model
-        with torch.inference_mode(False):
-            strategy = fleet.adapt(strategy)
-            fleet.check(strategy)
-            self._session = Session.create(model, strategy, goal, fleet, seed, dtype=dtype, dropout=dropout)
-        recipe = Recipe(model, loss=loss, score=score, objective=objective, maximize=maximize, strategy=strategy)
-        self._session.recipe = recipe  # for workers that were given none
-        self._shapes: Any = ()  # of the inputs on which the module was last tried
-        self._has_joined = False
-
-    @property
-    def generation(self) -> int:
-        """The number of finished generations."""
-        return self._session.generation
-
-    def step(self, *batch: Any) -> NDArray[np.float32]:
-        """Run one generation on a batch.
-
-        Args:
-            batch: Inputs and target, as tensors or NumPy arrays, or one dict; nothing for an objective of the model.
-
-        Returns:
-            The scores of all members, in member order.
-        """
-        with torch.inference_mode(False):  # tensors of inference mode do not tell when they are changed
-            return self._step(batch)
-
-    def _step(self, batch: tuple[Any, ...]) -> NDArray[np.float32]:
-        session = self._session
-        scorer, group = session.scorer, session.fleet.group
-        if batch:
-            raw = read_batch(batch[0] if len(batch) == 1 else batch, scorer.genome.dtype)
-            session.given_batch = Batch.from_raw(raw, scorer.device)
-        elif not scorer.objective.of_model:
-            raise BadInput("Search.step needs a batch: step(inputs, target), or step(batch) with a dict.")
-        given = session.given_batch
-        shapes = [tensor.shape for tensor in iterate_tensors([given.args, given.kwargs])] if given else None
-        if shapes != self._shapes:
-            scorer.try_module(given)
-            self._shapes = shapes
-        is_first, self._has_joined = not self._has_joined, True
-        if is_first:
-            self._join()
-        group.announce(0.0, 0, hash_batch(given) if group.size > 1 else "")
-        if is_first:
-            opening.admit_workers(session, build_header(session, {}), given)
-        if session.strategy.needs_probe:
-            result = probe_sigma(session, given)
-            apply_probe(session, Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": (0, 0)}))
-        if is_first:
-            session.share_update()
-        result = session.evaluate(session.generation, given)
-        session.advance(result)
-        session.generation += 1
-        return result.scores
-
-    def _join(self) -> None:
-        """Make sure, before the first generation, that all processes of a fleet do the same search."""
-        session = self._session
-        scorer, strategy, group = session.scorer, session.strategy, session.fleet.group
-        session.fleet.start_run()
-        opening.share_weights(session)
-        session.prepare(session.given_batch)
-        scorer.adopt(Plan(**group.broadcast(asdict(scorer.chosen_plan))))
-        facts: dict[str, Any] = {
-            "noise on its device": noise.field_digest(scorer.device),
-            "model": [scorer.genome.fingerprint, session.fixed_norms],
-            "strategy": [strategy.name, describe_settings(strategy), session.seed],
-            "kind of device": scorer.device.type,
-            "generation": session.generation,
-            "initial weights": content_sha256(*pack(session.state)),
-        }
-        group.agree(lambda: facts)
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's module in evaluation mode, with the weights of the center written into it."""
-        session = self._session
-        session.scorer.genome.write(session.state.theta, self._module)
-        if session.given_batch is not None:
-            batch = session.given_batch.copy().to(next(self._module.parameters()).device)
-            refresh_statistics(self._module, iter([batch]), session.fixed_norms)
-        return self._module.eval()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that a search needs to go on: plain values and tensors, for ``torch.save``.
-
-        In a fleet all processes must call this, and all get it.
-        """
-        session = self._session
-        tree, tensors = pack(session.fleet.group.broadcast_state(session.gather_state()))
-        plan = session.scorer.plan
-        return {
-            "strategy": session.strategy.name,
-            "strategy_class": class_path(session.strategy),
-            "settings": describe_settings(session.strategy),
-            "seed": session.seed,
-            "plan": asdict(plan) if plan is not None else None,
-            "fixed_norms": session.fixed_norms,
-            "layout": session.scorer.genome.fingerprint,
-            "generation": session.generation,
-            "tree": tree,
-            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a ``state_dict``; the search must be of the same model, with the same objective."""
-        session = self._session
-        scorer = session.scorer
-        if state["layout"] != scorer.genome.fingerprint:
-            raise BadInput("This state is that of another model: its parameters have other names or shapes.")
-        strategy = restore_strategy(state, session.strategy)
-        session.fleet.check(strategy)
-        plan = Plan(**state["plan"]) if state["plan"] is not None else None
-        restored = Session.create(
-            self._module,
-            strategy,
-            scorer.objective,
-            session.fleet,
-            state["seed"],
-            plan=plan,
-            dtype=scorer.dtype,
-            dropout=scorer.dropout,
-            norms=state.get("fixed_norms", session.fixed_norms),
-        )
-        tensors = {name: tensor.to(restored.scorer.device) for name, tensor in state["tensors"].items()}
-        restored.state = unpack(restored.state, state["tree"], tensors)
-        restored.generation, self._session, self._has_joined = state["generation"], restored, False

@@ -21,7 +21,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from germline.errors import BadInput
 from germline.metrics import Metric, Metrics, default_metrics, name_metrics
 from germline.noise import Field, Stream
-from germline.simulators import draw_seed, find_environment, takes_seed
+from germline.simulators import (
+    MembersLike,
+    PopulationObjective,
+    SingleMember,
+    as_population,
+    draw_seed,
+    find_environment,
+    read_table,
+    takes_seed,
+)
 from germline.sources import collate_examples, is_list_of_examples, name_parts, to_tensors
 
 TARGETS = ("target", "targets", "label", "labels", "y")  # names under which a dict batch may hold its target
@@ -351,6 +360,16 @@ class Objective:
         """The name of this objective's value: a score is maximized, a loss minimized."""
         return "score" if self.maximize else "loss"
 
+    @property
+    def population(self) -> PopulationObjective | None:
+        """The function, if it scores all members of a block together."""
+        return as_population(self.function)
+
+    @property
+    def columns(self) -> int:
+        """The numbers that are computed for each member: its score and, by some simulators, what they count."""
+        return self.population.columns if self.population is not None else 1
+
     def measured(self) -> dict[str, Metric]:
         """Return what is measured of a split, by name: the objective, unless a metric is the same, and the metrics."""
         metrics = dict(self.metrics or {})
@@ -366,7 +385,14 @@ class Objective:
 
     def score_model(self, model: nn.Module | Callable[..., Any], generation: int) -> Any:
         """Return the score by a function of the model, which gets the seed of a generation if it takes one."""
+        if self.population is not None:
+            return float(self.score_members(SingleMember(model), generation)[0, 0])
         return self.function(model, draw_seed(self.run_seed, generation)) if self.takes_seed else self.function(model)
+
+    def score_members(self, members: MembersLike, generation: int) -> Tensor:
+        """Return what a function of a population computes of some members: (members, columns)."""
+        table = self.function(members, draw_seed(self.run_seed, generation))
+        return torch.from_numpy(read_table(table, len(members), self.columns))
 
     def warn_of_threads(self) -> None:
         """Warn, once for each name, if threads that call the function at the same time would share an environment."""
@@ -388,6 +414,8 @@ class Objective:
         """
         if batch is None and not self.of_model:
             raise BadInput("A loss or score of (output, target) needs data=.")
+        if self.population is not None:  # it is tried when a plan is chosen
+            return replace(self, metrics={})
         batch = batch.copy() if batch is not None else None
         output: Any = None
         try:
@@ -454,7 +482,8 @@ def build_objective(
         raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
     larger_is_better = name == "score" if maximize is None else maximize
     of_model, named = name == "objective", name_metrics(metrics) if metrics is not None else None
-    return Objective(function, larger_is_better, of_model, named, takes_seed=of_model and takes_seed(function))
+    has_seed = of_model and (takes_seed(function) or as_population(function) is not None)
+    return Objective(function, larger_is_better, of_model, named, takes_seed=has_seed)
 
 
 def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:

@@ -1,11 +1,18 @@
-"""Objectives that run simulators: the seed of a generation, and environments that threads would share."""
+"""Objectives that run simulators: functions of members, the seed of a generation, environments that threads share."""
 
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from germline.noise import ADDRESS_LIMIT, Field, Stream
 
@@ -68,3 +75,110 @@ def iterate_held(function: Any) -> Iterator[tuple[str, Any]]:
         yield from ((p.name, p.default) for p in inspect.signature(function).parameters.values())
     else:
         yield from getattr(function, "__dict__", {}).items()
+
+
+class MembersLike(Protocol):
+    """Members as an objective of a population sees them; ``germline.population.members.Members`` has the details."""
+
+    def __len__(self) -> int: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def map(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class PopulationObjective(Protocol):
+    """A function of (members, seed) that scores all members of a block together; derive from this class.
+
+    Attributes:
+        block: The most members that it takes at once; None for as many as fit into memory.
+        columns: The numbers that it returns for each member: the score and, where it counts them, the steps of its
+            episodes, then sums of its observations and of their squares.
+        splits: The names of the sets of held-out episodes on which ``measure`` can be called.
+    """
+
+    block: int | None = None
+    columns: int = 1
+    splits: tuple[str, ...] = ()
+
+    def __call__(self, members: MembersLike, seed: int) -> Any:
+        """Return the scores: (members,) or (members, columns)."""
+
+    def measure(self, members: MembersLike, split: str, run_seed: int) -> dict[str, float]:
+        """Return metrics of one member on held-out episodes."""
+        return {}
+
+
+def as_population(function: Any) -> PopulationObjective | None:
+    """Return a function if it is an objective of a population, else None."""
+    return function if PopulationObjective in type(function).__mro__ else None
+
+
+@dataclass(frozen=True)
+class Vectorized(PopulationObjective):
+    """The objective that ``vectorized`` makes of a function."""
+
+    function: Callable[..., Any]
+    block: int | None = None
+
+    def __call__(self, members: MembersLike, seed: int) -> Any:
+        return self.function(members, seed) if takes_seed(self.function) else self.function(members)
+
+
+def vectorized(function: Callable[..., Any], block: int | None = None) -> Vectorized:
+    """Return an objective that scores many members at once, for ``objective=``.
+
+    Args:
+        function: A function of (members, seed), or of members, that returns one score for each member. ``members(x)``
+            and ``members.map(x)`` run the model. It is called once for each block of members, with the same seed for
+            all blocks of a generation, and must score each member independently of the others.
+        block: The most members of a block; by default as many as fit into memory, up to 256.
+
+    >>> from torch import nn
+    >>> import germline as gl
+    >>> def fall(members, seed):
+    ...     height = torch.full((len(members), 1, 1), 10.0)
+    ...     for step in range(5):
+    ...         height = height - members.map(height).abs()
+    ...     return height.flatten()
+    >>> search = gl.Search(nn.Linear(1, 1), gl.OpenAIES(population=8), objective=gl.vectorized(fall))
+    >>> search.step().shape
+    (8,)
+    """
+    return Vectorized(function, block)
+
+
+@dataclass(frozen=True)
+class SingleMember:
+    """A plain module in the place of members: a population of one."""
+
+    module: nn.Module | Callable[..., Any]
+
+    def __len__(self) -> int:
+        return 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return tree_map(add_member, self.module(*args, **kwargs))
+
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on the only rows."""
+        args, kwargs = tree_map(lambda x: x[0] if isinstance(x, torch.Tensor) else x, (args, kwargs))
+        return self(*args, **kwargs)
+
+
+def add_member(x: Any) -> Any:
+    """Return a tensor with a first dimension for the only member."""
+    return x[None] if isinstance(x, torch.Tensor) else x
+
+
+def read_table(scores: Any, members: int, columns: int) -> NDArray[np.float32]:
+    """Return what a population objective has returned, as an array: (members, columns).
+
+    Raises:
+        ValueError: It has another size.
+    """
+    table = np.asarray(scores.detach().cpu() if isinstance(scores, torch.Tensor) else scores)
+    if table.size != members * columns or table.shape[:1] != (members,):
+        message = f"The objective returned scores of shape {table.shape} for {members} members"
+        raise ValueError(f"{message}: it must return one score for each, of shape ({members},).")
+    return table.astype(np.float32).reshape(members, columns)

@@ -47,6 +47,7 @@ NAMES = [
     "accuracy",
     "seeded",
     "train",
+    "vectorized",
 ]
 
 

@@ -33,7 +33,8 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
         values = {"sigma": sigma}
         candidates = strategy.ask(session.state, session.noise, address, values)
         inputs = GenerationInputs(strategy, session.state, "0", address, values, 0, given_batch=session.given_batch)
-        scores = session.fleet.score(evaluator, candidates, strategy.population, batch, inputs)
+        numbers = session.fleet.score(evaluator, candidates, strategy.population, batch, inputs)
+        scores = numbers[:: evaluator.columns]
         all_scores.append(scores)
         agreements.append((measure_agreement(session, scores, half, address), sigma))
     return GenerationResult(PROBE, np.concatenate(all_scores), {"sigma": max(agreements)[1]})

@@ -110,10 +110,16 @@ class Evolve(Driver):
         values = session.values(generation)
         candidates = session.strategy.ask(session.state, session.noise, generation, values)
         inputs = make_inputs(session, generation, values)
-        scores = session.scorer.score(session.fleet, session.strategy, candidates, batch, inputs)
-        return GenerationResult(generation, scores, values)
+        numbers = session.scorer.score(session.fleet, session.strategy, candidates, batch, inputs)
+        columns = session.scorer.objective.columns
+        if columns == 1:
+            return GenerationResult(generation, numbers, values)
+        table = numbers.reshape(-1, columns)
+        return GenerationResult(generation, table[:, 0].copy(), values, counts=table[:, 1:])
 
     def count_samples(self, session: "Session", result: GenerationResult, batch: Batch | None) -> int:
+        if result.counts is not None:
+            return int(result.counts[:, 0].sum(dtype=np.float64))
         return session.strategy.population * (batch.size if batch else 1)
 
 

@@ -18,13 +18,18 @@ from germline.kernels import kernel_device
 from germline.noise import ADDRESS_LIMIT, Stream
 from germline.objective import Batch, Objective, seeded_generators
 from germline.population import (
+    METHODS,
     SURVIVAL,
+    Call,
     DType,
     Evaluator,
+    Generation,
+    Members,
     Plan,
     PlanChoice,
     SlowPath,
     block_size,
+    catch_first_call,
     choose_dtype,
     choose_plan,
     describe_error,
@@ -42,6 +47,8 @@ SAMPLED = 3  # members of such a check
 RANKED = 256  # members whose ranks are compared where the arithmetic is in bfloat16
 CLOSE = 1e-4  # relative difference up to which the score of a batch is the mean of those of its slices
 ONE_BY_ONE = Plan(1, "loop", vectorized=False)
+LARGEST_GROUP = 256  # members that an objective of a population gets at once on a CPU, unless it says so itself
+SMALL_WEIGHTS = 32 << 20  # bytes of a block's weights up to which they are kept in memory for a whole generation
 
 
 @dataclass
@@ -109,6 +116,8 @@ class Scorer:
     ) -> Plan:
         """Choose the fastest plan that gives what plain copies of the module give, and warn if it is a slow one."""
         assert self.module is not None
+        if self.objective.population is not None:
+            return self.choose_population_plan(population, candidates, copies=copies, processes=processes)
         with single_threaded_torch(), exact_arithmetic(self.device):
             module = make_evaluation_copy(self.module).to(self.device)
             size = block_size(population, self.genome, module, batch, copies, processes=processes)
@@ -120,6 +129,60 @@ class Scorer:
             message = f"There are no kernels for {self.device}: its noise is made on the CPU, its layers are torch's."
             warnings.warn(message, SlowPath, stacklevel=2)
         return choice.plan
+
+    def choose_population_plan(self, population: int, candidates: Candidates, *, copies: int, processes: int) -> Plan:
+        """Choose the plan for an objective of a population, on the inputs with which it first calls its members."""
+        simulate = self.objective.population
+        assert simulate is not None
+
+        def first_call() -> Call | None:
+            count = min(population, simulate.block or LARGEST_GROUP)
+            group = Members(
+                Generation(candidates, None, self.genome, None), np.arange(count), lambda call: self.evaluator
+            )
+            return catch_first_call(lambda members: self.objective.score_members(members, 0), group)
+
+        try:
+            with torch.no_grad(), single_threaded_torch(), exact_arithmetic(self.device), seeded_generators(0):
+                call = first_call()
+        except Exception as error:
+            message = f"The objective cannot be run on the members: {type(error).__name__}: {error}"
+            raise BadInput(message) from error
+        largest = simulate.block or LARGEST_GROUP
+        return self.choose_members_plan(population, candidates, call, largest, copies=copies, processes=processes)
+
+    def choose_members_plan(
+        self,
+        population: int,
+        candidates: Candidates,
+        call: Call | None,
+        largest: int,
+        *,
+        copies: int = 1,
+        processes: int = 1,
+    ) -> Plan:
+        """Choose the plan for members that code calls itself, on the inputs of such a call."""
+        assert self.module is not None
+        if self.dtype == "bfloat16":
+            raise BadInput("Members that code calls itself are evaluated in float32: leave dtype at auto.")
+        module = make_evaluation_copy(self.module).to(self.device)
+        batch = call.as_batch() if call is not None else None
+        goal = Objective(lambda output, target: target)  # scores are not the concern here
+
+        def make(plan: Plan) -> Evaluator:
+            assert self.module is not None
+            return Evaluator.build(self.module, self.genome, goal, self.device, plan)
+
+        with single_threaded_torch(), exact_arithmetic(self.device):
+            size = block_size(population, self.genome, module, batch, copies, processes=processes, largest=largest)
+            if batch is None:  # it never calls the model
+                return Plan(size, "population")
+            is_small = 4 * size * self.genome.size <= SMALL_WEIGHTS
+            methods = sorted(METHODS, key=lambda method: method != "vmap") if is_small else list(METHODS)
+            choice = choose_plan(make, size, candidates, batch, dropout=self.dropout, methods=methods)
+        if choice.plan.one_by_one:
+            warnings.warn(choice.sentence(), SlowPath, stacklevel=2)
+        return replace(choice.plan, block=size)
 
     def slice_gradients(self, plan: Plan, slices: int, theta: Tensor, batch: Batch | None) -> Plan:
         """Return a plan with the number of slices of a gradient: one, if a score is not the mean of its slices'."""

@@ -173,7 +173,7 @@ class Session:
         self.prepare(batch)
         candidates, plan = self.driver.sample(self)
         evaluator = self.scorer.find_evaluator(plan)
-        return Executor().score_blocks(evaluator, candidates, plan.block, batch)[: plan.block]
+        return Executor().score_blocks(evaluator, candidates, plan.block, batch)[: plan.block * evaluator.columns]
 
     def share_update(self) -> None:
         """Decide how updates are shared out, and keep what this process needs of the State."""

@@ -75,7 +75,7 @@ class Local(Fleet):
     def score(
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
-        return self.executor.score_blocks(evaluator, candidates, population, batch)[:population]
+        return self.executor.score_blocks(evaluator, candidates, population, batch)[: population * evaluator.columns]
 
     def gradient(
         self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None

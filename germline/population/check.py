@@ -6,7 +6,7 @@ During the run sampled members are compared again (``matches_plain_copy``).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from germline.optim.shaping import goodness
 from germline.population.block import Generation
 from germline.population.evaluator import Evaluator, refuse_changes, select_member
 from germline.population.flops import count_products
-from germline.population.plan import METHODS, DType, Plan, PlanChoice
+from germline.population.plan import METHODS, DType, Method, Plan, PlanChoice
 from germline.strategies.candidates import Candidates
 
 Make = Callable[[Plan], Evaluator]
@@ -37,7 +37,13 @@ MIN_FLOPS = 10_000_000  # of a member: with fewer, converting to bfloat16 costs 
 
 @torch.no_grad()
 def choose_plan(
-    make: Make, block: int, candidates: Candidates, batch: Batch | None, *, dropout: bool = False
+    make: Make,
+    block: int,
+    candidates: Candidates,
+    batch: Batch | None,
+    *,
+    dropout: bool = False,
+    methods: Iterable[Method] = METHODS,
 ) -> PlanChoice:
     """Return the fastest plan in float32 that gives what plain copies of the module give.
 
@@ -47,6 +53,7 @@ def choose_plan(
         candidates: the members of a generation; their sigma does not matter.
         batch: the batch to compare on; None for an objective of the whole model.
         dropout: whether dropout is switched on.
+        methods: the methods to try, in order.
 
     Raises:
         BadInput: the module cannot be evaluated by any plan.
@@ -57,7 +64,7 @@ def choose_plan(
         return PlanChoice(replace(slowest, method="loop"))
     trial = Trial.prepare(make, plain, block, candidates, batch)
     reason = None
-    for method in METHODS:
+    for method in methods:
         one_by_one = method in ("loop", "isolated")
         plan = Plan(1 if one_by_one else block, method, not one_by_one, dropout=dropout)
         # code that draws from the global generators must be noticed, and the user's generators stay as they were

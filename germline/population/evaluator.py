@@ -20,12 +20,15 @@ from germline.objective import Batch, Objective, iterate_tensors
 from germline.population.block import Block, Generation, current_block
 from germline.population.buffers import ALIGNMENT
 from germline.population.isolation import ThreadModule, copy_module, isolated_generators
+from germline.population.members import Members
 from germline.population.norms import tracking_norms
 from germline.population.plan import Plan
 from germline.population.population_module import enable_dropout, make_population_module
 from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
 from germline.population.rules.faster import FasterFunctions
 from germline.population.rules.pending import materialize
+from germline.population.rules.recurrent import split_cells
+from germline.population.tape import Tape
 from germline.strategies.candidates import Candidates
 
 ALL_BLOCKS = slice(None)  # of the blocks of a population
@@ -41,7 +44,10 @@ class Evaluator:
     device: torch.device
     plan: Plan
     thread_copies: ThreadModule  # copies of the module
+    source: nn.Module  # what the copy is of
     recordings: dict[Any, Recording] = field(default_factory=dict, compare=False)
+    tapes: dict[Any, Tape | None] = field(default_factory=dict, compare=False)  # by the shapes of a call of members
+    checked_generations: set[int] = field(default_factory=set, compare=False)  # whose calls of members were checked
 
     @classmethod
     def build(
@@ -61,9 +67,16 @@ class Evaluator:
             copied = copied.to(torch.bfloat16)
         if plan.method == "population":
             copied = make_population_module(copied, genome)
+        if plan.method == "vmap":
+            copied = split_cells(copied)
         if plan.dropout:
             copied = enable_dropout(copied)
-        return cls(copied, genome, objective, device, plan, ThreadModule(copied))
+        return cls(copied, genome, objective, device, plan, ThreadModule(copied), module)
+
+    def make_plain(self) -> "Evaluator":
+        """Return an evaluator of plain copies of the module, which members are compared with."""
+        plan = Plan(1, "isolated", vectorized=False, dropout=self.plan.dropout)
+        return Evaluator.build(self.source, self.genome, self.objective, self.device, plan)
 
     def blocks(self, population: int) -> list[NDArray[np.int64]]:
         """Return the members of each block; the last block is padded with its last members, or its last pair."""
@@ -126,6 +139,11 @@ class Evaluator:
 
     def _block_scores(self, generation: Generation, members: NDArray[np.int64]) -> Tensor:
         batch = generation.batch
+        if self.objective.population is not None:
+            own = Generation(generation.candidates, None, self.genome, generation.dtype)
+            group = Members(own, members, lambda call: self, evaluator=self)
+            table = self.objective.score_members(group, int(generation.candidates.generation))
+            return table.reshape(-1)  # of each member its score, and what else it has counted
         with torch.no_grad(), refuse_changes(batch):
             if self.plan.one_by_one or batch is None:
                 scores = [self.score_member(generation, member) for member in members]
@@ -163,18 +181,18 @@ class Evaluator:
 
     def member_output(self, generation: Generation, member: int) -> Any:
         """Return the output of one member, from a plain module with its weights."""
-        with self._member_module(generation, member) as (module, batch):
+        with self.member_module(generation, member) as (module, batch):
             return to_float32(module(*batch.args, **batch.kwargs))
 
     def score_member(self, generation: Generation, member: int) -> Any:
         """Return the score of one member, from a plain module with its weights."""
-        with self._member_module(generation, member) as (module, batch):
+        with self.member_module(generation, member) as (module, batch):
             if batch is None or self.objective.of_model:
                 return self.objective.score_model(module, int(generation.candidates.generation))
             return self.objective.function(to_float32(module(*batch.args, **batch.kwargs)), batch.target)
 
     @contextmanager
-    def _member_module(self, generation: Generation, member: int) -> Iterator[tuple[nn.Module, Any]]:
+    def member_module(self, generation: Generation, member: int) -> Iterator[tuple[nn.Module, Any]]:
         """Yield a plain module with a member's weights, and the batch; copies of both if the plan is to isolate it."""
         is_isolated, candidates, batch = self.plan.method == "isolated", generation.candidates, generation.batch
         module = copy_module(self.module) if is_isolated else self.thread_copies.get()
@@ -210,6 +228,11 @@ class Evaluator:
             return functional_call(module, self.genome.views(theta) | self.copy_buffers(), args, kwargs)
 
         return self.objective.score(forward, batch)
+
+    @property
+    def columns(self) -> int:
+        """The numbers that are computed for each member."""
+        return self.objective.columns
 
     @property
     def has_hooks(self) -> bool:

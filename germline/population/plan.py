@@ -68,7 +68,13 @@ class SlowPath(UserWarning):
 
 
 def block_size(
-    population: int, genome: Genome, module: nn.Module, batch: Batch | None, copies: int = 1, processes: int = 1
+    population: int,
+    genome: Genome,
+    module: nn.Module,
+    batch: Batch | None,
+    copies: int = 1,
+    processes: int = 1,
+    largest: int = LARGEST_BLOCK,
 ) -> int:
     """Return how many members are evaluated together.
 
@@ -81,13 +87,14 @@ def block_size(
         batch: a batch such as the module will see; None for an objective of the whole model.
         copies: how many arrays of the size of a member's weights exist while they are generated.
         processes: the processes of the fleet; there is at least one block for each.
+        largest: the most members of a block on a CPU.
 
     Returns:
         An even number of members.
     """
     member_bytes = 4 * (copies * genome.size + LIVE_TENSORS * measure_largest_tensor(module, batch))
     device = next(module.parameters()).device
-    most, memory = LARGEST_BLOCK, BLOCK_BYTES
+    most, memory = largest, BLOCK_BYTES
     if device.type == "cuda":
         most, memory = LARGEST_GPU_BLOCK, device_memory(device) // GPU_MEMORY_PARTS
     return even_block(population, max(2, min(most, memory // member_bytes)), processes)

@@ -34,12 +34,15 @@ class GenerationResult:
         scores: One score per member, in member order.
         values: The values of the strategy's schedules in this generation.
         gradient: The gradient, for strategies that ask for one.
+        counts: What a simulator has counted of each member: steps, sums of observations and of their squares. A
+            State does not depend on them.
     """
 
     generation: int
     scores: NDArray[np.float32]
     values: Mapping[str, float]
     gradient: Tensor | None = None
+    counts: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)

@@ -99,18 +99,20 @@ class Cluster(Fleet):
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
         if not self.coordinator.is_open or inputs is None:
-            return self.executor.score_blocks(evaluator, candidates, population, batch)[:population]
-        block = self.block = evaluator.plan.block
+            numbers = self.executor.score_blocks(evaluator, candidates, population, batch)
+            return numbers[: population * evaluator.columns]
+        block, columns = evaluator.plan.block, evaluator.columns
+        self.block = block
 
         def decode(first: int, last: int, arrays: Sequence[bytes]) -> Scores:
-            return decode_scores(arrays[0], (last - first) * block)
+            return decode_scores(arrays[0], (last - first) * block * columns)
 
         def compute(first: int, last: int) -> Scores:
             return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
 
         pieces = -(-population // block)
         job = Job("scores", pieces, inputs, decode, compute, plan=evaluator.plan)
-        return np.concatenate(self.coordinator.run_job(job))[:population]
+        return np.concatenate(self.coordinator.run_job(job))[: population * columns]
 
     def gradient(
         self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None

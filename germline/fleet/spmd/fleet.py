@@ -128,12 +128,13 @@ class SPMD(Fleet):
     def score(
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
-        block = evaluator.plan.block
+        block, columns = evaluator.plan.block, evaluator.columns
 
         def score_share(share: slice) -> Scores:
             return self.executor.score_blocks(evaluator, candidates, population, batch, share)
 
-        return self.group.share_work(self._find_shares(-(-population // block), block), score_share)[:population]
+        shares = self._find_shares(-(-population // block), block * columns)
+        return self.group.share_work(shares, score_share)[: population * columns]
 
     def gradient(
         self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None

@@ -8,6 +8,7 @@ have a kernel in which the state of a member stays on the chip from the first st
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from germline.kernels import kernel_device, kernels_for
@@ -127,3 +128,20 @@ def project(call: LayerCall, x: Tensor, name: str) -> Tensor:
     """Return the products of x with the weights of a name, with their bias if the layer has one."""
     bias = call.weights(f"bias_{name}") if call.module.bias else None
     return batched_linear(x, call.weights(f"weight_{name}"), bias)
+
+
+def split_cells(module: nn.Module) -> nn.Module:
+    """Have the cells of a module, which should be a copy, run by operations that vmap knows, and return it."""
+    for part in module.modules():
+        if type(part) in (nn.LSTMCell, nn.GRUCell, nn.RNNCell):
+            part.__class__ = type(type(part).__name__, (type(part),), {"forward": forward_cell})
+    return module
+
+
+def forward_cell(self: Any, x: Tensor, state: Any = None) -> Any:
+    """Compute one step of a cell of one member."""
+    zeros = x.new_zeros((*x.shape[:-1], self.hidden_size))
+    h, *c = (state if isinstance(state, tuple) else (state,)) if state is not None else (zeros, zeros)
+    from_x, from_h = F.linear(x, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)
+    h, c = take_step(self, from_x, from_h, h, c)
+    return (h, *c) if isinstance(self, nn.LSTMCell) else h

@@ -1,0 +1,350 @@
+"""Some or all members of a generation as one callable, for code that lets each of them act step by step.
+
+Members are evaluated in blocks, by the plan of the run, as they are for batches; only what fits into the memory of a
+block is kept between calls. The first call of a generation now and then, and the first of a run, is compared with plain
+copies of the module.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from germline.errors import BadInput
+from germline.objective import Batch
+from germline.population.block import Block, Generation, current_block
+from germline.population.buffers import ALIGNMENT
+from germline.population.plan import BLOCK_BYTES
+from germline.population.rules.faster import FasterFunctions
+from germline.population.rules.pending import materialize
+from germline.population.tape import Tape, record
+
+if TYPE_CHECKING:
+    from germline.population.evaluator import Evaluator
+
+CHECK_EVERY = 100  # generations between checks of the first call
+MAX_TAPES = 16  # shapes of inputs for which calls are recorded
+TOLERANCE = 1e-3  # of an output's size, as before a run
+Run = Callable[[Callable[[int], Any], int], list[Any]]  # calls a function of 0, 1, ..., and returns the results
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call.
+
+    Attributes:
+        args: Positional arguments of the module.
+        kwargs: Keyword arguments of the module.
+        is_mapped: Whether the tensors among them have the members first.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_mapped: bool
+
+    def rows(self, first: int, last: int) -> "Call":
+        """Return the arguments of some members; the last row is repeated where there are fewer."""
+        if not self.is_mapped:
+            return self
+        args, kwargs = tree_map(lambda x: take_rows(x, first, last), (self.args, self.kwargs))
+        return Call(args, kwargs, True)
+
+    def of_member(self, index: int) -> "Call":
+        """Return the arguments as one member sees them."""
+        if not self.is_mapped:
+            return self
+        pick = lambda x: x[index] if isinstance(x, Tensor) else x  # noqa: E731
+        args, kwargs = tree_map(pick, (self.args, self.kwargs))
+        return Call(args, kwargs, False)
+
+    def as_batch(self) -> Batch:
+        """Return what the first member sees as a batch on which a plan can be chosen; its target is a number."""
+        one = self.of_member(0)
+        device = next((x.device for x in tree_flatten((one.args, one.kwargs))[0] if isinstance(x, Tensor)), None)
+        return Batch(one.args, one.kwargs, torch.zeros((), device=device), 1)
+
+
+def describe_call(call: Call) -> Any:
+    """Return what two calls must have in common to be repeated, or None for calls with unknown objects."""
+    leaves, spec = tree_flatten((call.args, call.kwargs))
+    if not all(isinstance(x, Tensor | int | float | str | None) for x in leaves):
+        return None
+    return (spec, call.is_mapped, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves))
+
+
+def take_rows(x: Any, first: int, last: int) -> Any:
+    """Return rows of a tensor at an aligned address, on which the last bits of sums depend."""
+    if not isinstance(x, Tensor):
+        return x
+    rows = x[first:last] if (first, last) != (0, len(x)) else x
+    if len(rows) < last - first:
+        rows = torch.cat([rows, rows[-1:].expand(last - first - len(rows), *rows.shape[1:])])
+    return rows.contiguous() if rows.data_ptr() % ALIGNMENT == 0 else rows.clone(memory_format=torch.contiguous_format)
+
+
+class FirstCallError(BaseException):
+    """Ends a function at its first call of members, whose arguments it brings."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("the first call of members")
+        self.call = call
+
+
+@dataclass
+class Members:
+    """Members of a generation as one callable, without all their weights in memory.
+
+    ``members(x)`` gives one batch to all members; ``members.map(x)`` gives each its own rows. Both return what the
+    module returns, with the members first. Get them from ``Search.ask``, or as the argument of a function that was
+    given to ``gl.vectorized``.
+
+    Attributes:
+        generation: What the blocks share.
+        numbers: The numbers of the members, in order.
+        find_evaluator: Returns the evaluator of the members, given the first call.
+        fall_back: Returns a slower evaluator after an error, or raises it.
+        run: Runs the blocks of a call, on one thread or several.
+        settings: What is entered around a call that runs the module's code.
+
+    >>> from torch import nn
+    >>> import germline as gl
+    >>> search = gl.Search(nn.Linear(3, 2), gl.OpenAIES(population=8))
+    >>> members = search.ask()
+    >>> members(torch.zeros(5, 3)).shape, members.map(torch.zeros(8, 5, 3)).shape, len(members)
+    (torch.Size([8, 5, 2]), torch.Size([8, 5, 2]), 8)
+    """
+
+    generation: Generation
+    numbers: NDArray[np.int64]
+    find_evaluator: Callable[[Call], "Evaluator"]
+    fall_back: Callable[[Exception], "Evaluator"] | None = None
+    run: Run = lambda work, count: [work(i) for i in range(count)]
+    settings: Callable[[], AbstractContextManager[Any]] = nullcontext
+    evaluator: "Evaluator | None" = None
+    blocks: list[Block] = field(default_factory=list)
+    prepared: dict[tuple[int, Tape], Any] = field(default_factory=dict)  # what tapes need, by block
+    is_checked: bool = False
+
+    def __len__(self) -> int:
+        return int(self.numbers.size)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs for one batch that all members see, with the members first."""
+        read_args, read_kwargs = self._read(args, kwargs)
+        return self._answer(Call(read_args, read_kwargs, False))
+
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's outputs where each member has its own inputs.
+
+        Args:
+            args: The module's arguments. Every tensor in them, in tuples, lists and dicts too, has the members first.
+            kwargs: Its keyword arguments, in the same form.
+
+        Returns:
+            What the module returns, with the members first in every tensor.
+        """
+        read_args, read_kwargs = self._read(args, kwargs)
+        for x in tree_flatten((read_args, read_kwargs))[0]:
+            if isinstance(x, Tensor) and (x.dim() == 0 or len(x) != len(self)):
+                message = f"There are {len(self)} members, but a tensor given to map has shape {tuple(x.shape)}"
+                raise BadInput(f"{message}: its first dimension must be the members.")
+        return self._answer(Call(read_args, read_kwargs, True))
+
+    def _read(self, args: Any, kwargs: Any) -> Any:
+        center = self.generation.candidates.center
+
+        def read(x: Any) -> Any:
+            if isinstance(x, np.ndarray):
+                x = torch.as_tensor(x, dtype=center.dtype if x.dtype == np.float64 else None)
+            return x.to(center.device) if isinstance(x, Tensor) else x
+
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and args[0].device == center.device:
+            return args, kwargs
+        return tree_map(read, (args, kwargs))
+
+    def _answer(self, call: Call) -> Any:
+        with torch.no_grad():
+            if self.evaluator is None:
+                self.evaluator = self.find_evaluator(call)
+            try:
+                return self._run_blocks(call)
+            except BadInput:
+                raise
+            except Exception as error:  # code that takes another path with these inputs than it took in the check
+                if self.fall_back is None or self.evaluator.plan.one_by_one:
+                    raise
+                self.evaluator = self.fall_back(error)
+                self.blocks, self.prepared = [], {}
+                return self._run_blocks(call)
+
+    def _run_blocks(self, call: Call) -> Any:
+        evaluator = self.evaluator
+        assert evaluator is not None
+        size = evaluator.plan.block
+        count = -(-len(self) // size)
+        if not self.blocks:
+            self._make_blocks(evaluator)
+        parts = [call.rows(i * size, (i + 1) * size) for i in range(count)]
+        key = describe_call(parts[0]) if evaluator.plan.method == "vmap" else None
+        tape = evaluator.tapes.get(key)
+        if tape is not None and tape.is_trusted:
+            outputs = self.run(lambda i: self._play(tape, i, parts[i]), count)
+        else:
+            if not call.is_mapped:  # layers share the product of the batch with the center
+                self.generation.batch, self.generation.products = Batch(call.args, call.kwargs, None, 1), {}
+            with self.settings():
+                outputs = self.run(lambda i: self._run_block(i, key, parts[i]), count)
+            self.generation.batch = None
+        if not self.is_checked:
+            self.is_checked = True
+            self._check(call, outputs[0])
+        if count == 1 and len(self) == size:
+            return outputs[0]
+        join = lambda *parts: torch.cat(parts)[: len(self)] if isinstance(parts[0], Tensor) else parts[0]  # noqa: E731
+        return tree_map(join, *outputs)
+
+    def _run_block(self, index: int, key: Any, call: Call) -> Any:
+        """Return the outputs of one block by the module's code; record it, and compare it with what was recorded."""
+        evaluator, block = self.evaluator, self.blocks[index]
+        assert evaluator is not None
+        if evaluator.plan.one_by_one:
+            return stack_outputs([self._run_member(block, i, call.of_member(i)) for i in range(block.size)])
+        tape = evaluator.tapes.get(key)
+        if tape is not None:
+            played, output = self._play(tape, index, call), self._run_vmap(block, call)
+            pairs = zip(tree_flatten(played)[0], tree_flatten(output)[0], strict=True)
+            tape.is_trusted = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+            if not tape.is_trusted:
+                evaluator.tapes[key] = None
+            return output
+        if key is None or key in evaluator.tapes or len(evaluator.tapes) >= MAX_TAPES:
+            return self._run_vmap(block, call)
+        tensors = [x for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Tensor)]
+        output, evaluator.tapes[key] = record(lambda: self._run_vmap(block, call), self._constants(block), tensors)
+        return output
+
+    def _play(self, tape: Tape, index: int, call: Call) -> Any:
+        """Return the outputs of one block by a tape."""
+        place = index, tape
+        if place not in self.prepared:
+            constants = self._constants(self.blocks[index])
+            self.prepared[place] = constants, tape.prepare(constants)
+        only = len(call.args) == 1 and not call.kwargs and isinstance(call.args[0], Tensor)
+        leaves = call.args if only else tree_flatten((call.args, call.kwargs))[0]
+        constants, computed = self.prepared[place]
+        output = tape.play(constants, computed, leaves if only else [x for x in leaves if isinstance(x, Tensor)])
+        if not self._fits:
+            del self.prepared[place]
+            self.blocks[index].weights_by_slot.clear()
+        return output
+
+    def _make_blocks(self, evaluator: "Evaluator") -> None:
+        numbers = np.resize(self.numbers, -(-len(self) // evaluator.plan.block) * evaluator.plan.block)
+        numbers[len(self) :] = self.numbers[-1]
+        self.blocks = [Block(self.generation, rows) for rows in numbers.reshape(-1, evaluator.plan.block)]
+
+    @property
+    def _fits(self) -> bool:
+        """Whether the weights of all members may stay in memory between calls."""
+        return 4 * len(self) * self.generation.genome.size <= BLOCK_BYTES
+
+    def _constants(self, block: Block) -> list[Tensor]:
+        assert self.evaluator is not None
+        weights = [block.weights(i) for i in range(len(self.generation.genome.slots))]
+        return [*weights, *self.evaluator.module.buffers()]
+
+    def _run_vmap(self, block: Block, call: Call) -> Any:
+        """Return the outputs of a block by the module's code, run under vmap."""
+        evaluator = self.evaluator
+        assert evaluator is not None
+        module, genome = evaluator.thread_copies.get(), self.generation.genome
+        is_vmap = evaluator.plan.method == "vmap"
+        buffers = dict(evaluator.module.named_buffers())
+        if not is_vmap or evaluator.plan.dropout:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        versions = [x._version for x in buffers.values()]
+
+        def forward(vmap_index: Tensor, weights: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+            block.vmap_index = vmap_index
+            if not weights and not buffers:
+                return materialize(module(*args, **kwargs))
+            return materialize(functional_call(module, weights | buffers, args, kwargs))
+
+        slots = enumerate(genome.slots) if is_vmap else ()
+        weights = {slot.name: block.weights(index) for index, slot in slots}
+        in_dims = tree_map(lambda x: 0 if call.is_mapped and isinstance(x, Tensor) else None, (call.args, call.kwargs))
+        before = [x._version for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Tensor)]
+        with current_block.set(block), FasterFunctions():
+            output = vmap(forward, in_dims=(0, 0, *in_dims))(torch.arange(block.size), weights, call.args, call.kwargs)
+        block.vmap_weights.clear()  # they belong to this call of vmap
+        if not self._fits:
+            block.weights_by_slot.clear()
+        if before != [x._version for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Tensor)]:
+            raise RuntimeError("It changes its input in place")
+        if is_vmap and versions != [x._version for x in buffers.values()]:
+            raise RuntimeError("It changes its buffers")
+        return output
+
+    def _run_member(self, block: Block, index: int, call: Call) -> Any:
+        """Return the output of one member by a plain module with its weights."""
+        assert self.evaluator is not None
+        with self.evaluator.member_module(self.generation, int(block.members[index])) as (module, _):
+            return module(*call.args, **call.kwargs)
+
+    def _check(self, call: Call, output: Any) -> None:
+        """Compare the first and the last member of the first block with plain copies; raise an error if they differ."""
+        evaluator = self.evaluator
+        assert evaluator is not None
+        number = int(self.generation.candidates.generation)
+        if evaluator.plan.one_by_one or (evaluator.checked_generations and number % CHECK_EVERY != 1):
+            return
+        block, plain_evaluator = self.blocks[0], evaluator.make_plain()
+        with self.settings():
+            for i in {0, min(block.size, len(self)) - 1}:
+                one = call.of_member(i)
+                with plain_evaluator.member_module(self.generation, int(block.members[i])) as (module, _):
+                    plain = module(*one.args, **one.kwargs)
+                mine = [x[i] for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
+                theirs = [x for x in tree_flatten(plain)[0] if isinstance(x, Tensor)]
+                if len(mine) != len(theirs) or not all(map(are_close, mine, theirs)):
+                    raise RuntimeError("sampled members do not have the outputs of the plain model")
+        evaluator.checked_generations.add(number)
+
+
+def are_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two outputs are equal except for rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return bool((a != b).double().mean() <= 0.02)
+    scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
+    return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-6), equal_nan=True))
+
+
+def stack_outputs(rows: list[Any]) -> Any:
+    """Return the outputs of members one by one as outputs with the members first."""
+    leaves, spec = zip(*(tree_flatten(row) for row in rows), strict=True)
+    columns = zip(*leaves, strict=True)
+    stacked = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+    return tree_unflatten(stacked, spec[0])
+
+
+def catch_first_call(function: Callable[[Any], Any], members: Members) -> Call | None:
+    """Return the arguments of a function's first call of members, at which it ends; None if it makes none."""
+
+    def stop(call: Call) -> "Evaluator":
+        raise FirstCallError(call)
+
+    members.find_evaluator = stop
+    try:
+        function(members)
+    except FirstCallError as first:
+        return first.call
+    return None
