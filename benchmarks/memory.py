@@ -1,8 +1,11 @@
 """The peak memory of a run of every strategy on a network of 3,274,634 parameters, each in a separate process.
 
     python benchmarks/memory.py [--generations 3] [--json]
+    python benchmarks/memory.py --language
 
 The net is that of DarwiNN's MNIST experiments, 32C5-P-64C5-P-1024-10, on random images; strategies have their defaults.
+With ``--language``, a transformer of 148 million parameters (30 layers of 576, 49,152 tokens, tied) is trained by
+OpenAI-ES with noise of rank 1 and a population of 4, and the peak is also printed in bytes per parameter.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,7 @@ from torch import nn
 
 import germline as gl
 from germline.genome import Genome
-from germline.machine import peak_memory
+from germline.machine import peak_memory, resident_memory
 from germline.strategies import STRATEGIES
 
 LIMIT = 24e9
@@ -30,6 +34,42 @@ def build_net() -> nn.Module:
         *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(3136, 1024), nn.ReLU(), nn.Linear(1024, 10)),
     )
+
+
+class LanguageModel(nn.Module):
+    """A transformer with tied embeddings."""
+
+    def __init__(self, tokens: int = 49_152, size: int = 576, layers: int = 30) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(tokens, size), nn.LayerNorm(size)
+        settings: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(size, 9, 4 * size, **settings) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for layer in self.layers:
+            h = layer(h)
+        return F.linear(self.norm(h), self.embedding.weight).flatten(0, 1)
+
+
+def measure_language(generations: int) -> None:
+    """Train a language model, and print the peak memory."""
+    torch.manual_seed(0)
+    model, tokens = LanguageModel(), torch.randint(0, 49_152, (8, 17))
+    parameters = Genome.from_module(model).size
+    before = resident_memory()
+    gl.train(
+        model,
+        (tokens[:, :-1], tokens[:, 1:]),
+        loss=lambda output, target: F.cross_entropy(output, target.flatten()),
+        strategy=gl.OpenAIES(population=4, sigma=0.001, lr=1e-4, rank=1),
+        batch_size=2,
+        generations=generations,
+        run=False,
+    )
+    peak = peak_memory(torch.device("cpu"))
+    of_run = (peak - before) / parameters
+    print(f"{parameters:,} parameters: {peak / 1e9:.2f} GB, of which the run {of_run:.1f} bytes per parameter")
 
 
 def measure(name: str, generations: int) -> None:
@@ -49,7 +89,11 @@ def main() -> None:
     parser.add_argument(
         "--json", action="store_true", help="print all numbers of bytes as one JSON object in the last line"
     )
+    parser.add_argument("--language", action="store_true", help="train a language model in this process instead")
     arguments = parser.parse_args()
+    if arguments.language:
+        measure_language(arguments.generations)
+        return
     if arguments.only:
         measure(arguments.only, arguments.generations)
         return

@@ -247,11 +247,11 @@ def frozen_sha256(module: nn.Module) -> str:
     for name, tensor in module.state_dict().items():
         if name not in trainable and name not in statistics:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
 def theta_sha256(theta: Tensor) -> str:
     """Return the hash of a flat vector: of its little-endian bytes, in layout order."""
     array = theta.detach().cpu().contiguous().numpy()
-    return hashlib.sha256(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()).hexdigest()
+    return hashlib.sha256(array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).data).hexdigest()

@@ -398,7 +398,8 @@ class Search:
             dropout=scorer.dropout,
             norms=state.get("fixed_norms", session.fixed_norms),
         )
-        tensors = {name: tensor.to(restored.scorer.device) for name, tensor in state["tensors"].items()}
+        device = restored.scorer.device
+        tensors = {name: tensor.to(device, copy=True) for name, tensor in state["tensors"].items()}
         restored.state = unpack(restored.state, state["tree"], tensors)
         restored.generation, self._session, self._has_joined = state["generation"], restored, False
         restored.journal, restored.path, restored.recipe = session.journal, session.path, session.recipe

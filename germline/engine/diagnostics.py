@@ -20,6 +20,7 @@ from germline.strategies import GenerationInputs, GenerationResult
 if TYPE_CHECKING:
     from germline.engine.session import Session
 
+COLUMNS_AT_ONCE = 1 << 21  # of directions that are compared
 SIGMAS = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # that sigma="auto" chooses from
 
 
@@ -42,22 +43,26 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
 
 def measure_agreement(session: "Session", scores: Scores, half: int, generation: int) -> float:
     """Return the cosine between the directions that two halves of a population give."""
-    directions = []
+    halves = []
     for part in (slice(0, half), slice(half, 2 * half)):
         weights = utilities(scores[part], "ranks", maximize=session.scorer.objective.maximize)
         if weights is None:
             return -1.0
         members = np.arange(session.strategy.population)[part]
-        noise = session.noise.members(members, generation, session.scorer.device)
-        directions.append(noise.weighted_sum(weights, (0, session.scorer.genome.size), often=False).double())
-    a, b = directions
-    return float((a @ b) / (a.norm() * b.norm()).clamp_min(1e-30))
+        halves.append((session.noise.members(members, generation, session.scorer.device), weights))
+    products = np.zeros(3)  # of a with b, of a with a and of b with b, a and b being the directions
+    size = session.scorer.genome.size
+    for low in range(0, size, COLUMNS_AT_ONCE):
+        span = (low, min(low + COLUMNS_AT_ONCE, size))
+        a, b = (noise.weighted_sum(weights, span, often=False).double() for noise, weights in halves)
+        products += [float(a @ b), float(a @ a), float(b @ b)]
+    return float(products[0] / max(math.sqrt(products[1] * products[2]), 1e-30))
 
 
 def diagnose_step(session: "Session", result: GenerationResult, before: Any) -> dict[str, float]:
     """Return how far a generation moved the center, at what sigma, and how far two halves of it agree."""
     strategy = session.strategy
-    numbers = {"step": float((session.state.theta - before.theta).double().norm())}
+    numbers = {"step": float((session.state.theta - before.theta).norm(dtype=torch.float64))}
     candidates = strategy.ask(before, session.noise, result.generation, result.values)
     if isinstance(candidates.sigma, Tensor):
         numbers["sigma"] = float(candidates.sigma.double().mean())

@@ -4,14 +4,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from germline.engine.journal import write_atomically
+from germline.engine.journal import write_tensors
 from germline.genome import Genome
 
 
 def export_model(model: nn.Module, file: Path) -> None:
     """Write a model's state_dict, with tied weights once, as safetensors."""
-    from safetensors.torch import save
-
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
     for name, tensor in model.state_dict().items():
@@ -20,12 +18,10 @@ def export_model(model: nn.Module, file: Path) -> None:
             continue
         seen.add(key)
         tensors[name] = tensor.detach().cpu().contiguous()
-    write_atomically(file, save(tensors))
+    write_tensors(file, tensors)
 
 
 def export_theta(genome: Genome, theta: Tensor, file: Path) -> None:
     """Write the trainable parameters by name, with tied ones once, as safetensors."""
-    from safetensors.torch import save
-
     views = genome.views(theta.detach().cpu())
-    write_atomically(file, save({slot.name: views[slot.name].contiguous() for slot in genome.slots}))
+    write_tensors(file, {slot.name: views[slot.name].contiguous() for slot in genome.slots})

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
@@ -217,13 +218,11 @@ class Journal:
 
     def save(self, state: Any, generation: int) -> None:
         """Save a snapshot of the State after some generations; the file appears only once it is complete."""
-        from safetensors.torch import save
-
         self.commit()
         tree, tensors = pack(state)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         metadata = {"tree": canonical(tree), "chain": self.chain(generation), "sha256": content_sha256(tree, tensors)}
-        write_atomically(self.snapshot(generation), save(tensors, metadata))
+        write_tensors(self.snapshot(generation), tensors, metadata)
 
     def snapshot(self, generation: int) -> Path:
         """Return the file of a snapshot."""
@@ -292,14 +291,33 @@ def translate_io_errors(path: Path) -> Iterator[None]:
         raise kind(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
+def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file that is complete or not there at all, even after a power cut."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with complete_file(file) as partial:
+        try:
+            save_file(dict(tensors), partial, dict(metadata) if metadata is not None else None)
+        except SafetensorError as error:  # it names the system's error only in its text
+            code = re.search(r"code: (\d+)", str(error))
+            raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
+
+
 def write_atomically(file: Path, content: bytes) -> None:
     """Write a file that is complete or not there at all, even after a power cut."""
+    with complete_file(file) as partial:
+        partial.write_bytes(content)
+
+
+@contextmanager
+def complete_file(file: Path) -> Iterator[Path]:
+    """Yield the path to write a file to; it gets its name once it is on disk."""
     partial = file.with_suffix(".partial")
     with translate_io_errors(file):
-        with partial.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+        yield partial
+        with partial.open("rb+") as written:
+            os.fsync(written.fileno())
         partial.replace(file)
         sync(file.parent)
 

@@ -121,6 +121,7 @@ class Scorer:
         with single_threaded_torch(), exact_arithmetic(self.device):
             module = make_evaluation_copy(self.module).to(self.device)
             size = block_size(population, self.genome, module, batch, copies, processes=processes)
+            del module  # a plan is chosen by further copies
             choice = choose_plan(self.build_evaluator, size, candidates, batch, dropout=self.dropout)
             choice = choose_dtype(self.build_evaluator, choice, self.dtype, candidates, batch)
         if choice.reason is not None:

@@ -17,6 +17,7 @@ from germline.fleet.gradients import Scores, average_scores, sum_in_order, weigh
 from germline.objective import Batch, seeded_generators
 from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
 from germline.strategies import AnyStrategy, Candidates, GenerationResult, Wire
+from germline.strategies.state import map_arrays
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -103,9 +104,11 @@ def time_update(strategy: AnyStrategy, state: Any, advance: Callable[[Any, Gener
     """Return the seconds that an update takes, by trying it on made-up scores."""
     scores, seconds = np.arange(strategy.population, dtype=np.float32), 0.0
     result = GenerationResult(0, scores, strategy.values(state, 0))
+    state = map_arrays(torch.clone, state)  # an update may overwrite arrays
     for _ in range(2):  # the first time kernels are compiled
         started = time.perf_counter()
-        advance(state, result).theta.cpu()
+        state = advance(state, result)
+        state.theta.cpu()
         seconds = time.perf_counter() - started
     return seconds
 

@@ -12,7 +12,10 @@ from germline.fleet.protocol import Fleet, Group, Inputs, MemberShare, TrainedMe
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
-from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire
+from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire, by_columns
+
+UPDATED_AT_ONCE = 1 << 21  # numbers of each array of a State, on a CPU: intermediate results take about 100 MB
+MIN_COLUMNS = 1 << 16  # of parts of an update
 
 
 class Solo(Group):
@@ -28,7 +31,14 @@ class LocalUpdate(Update):
     maximize: bool
 
     def advance(self, state: Any, result: GenerationResult) -> Any:
-        return self.strategy.tell(state, result, self.field, maximize=self.maximize)
+        def tell(part: Any, start: int = 0) -> Any:
+            return self.strategy.tell(part, result, self.field, maximize=self.maximize, start=start)
+
+        strategy, size = self.strategy, state.theta.numel()
+        width = max(MIN_COLUMNS, UPDATED_AT_ONCE // (1 if strategy.has_semi_updates else strategy.population))
+        if strategy.kind != "evolve" or not strategy.is_columnwise or state.theta.is_cuda or size <= width:
+            return tell(state)
+        return by_columns(tell, state, size, width, ("theta", *strategy.ask_arrays))
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,10 @@ class Update(Protocol):
         return state
 
     def advance(self, state: Any, result: GenerationResult) -> Any:
-        """Return this process's part of the State after a generation."""
+        """Return this process's part of the State after a generation.
+
+        Arrays of the State before that neither ``ask`` nor the user reads, such as moments, may be overwritten.
+        """
 
     def gather(self, state: Any) -> Any:
         """Return the whole State, in the process that owns the journal at least; all processes must call this."""

@@ -30,7 +30,7 @@ ROUNDINGS = 4  # of a module of 16 bits, where that is not far above
 OUTLIERS = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
 SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must preserve
 UNSTABLE_SCORE = "the score keeps state between calls, or draws random numbers"
-SHAKE = 2.0**-22  # of a weight: about the rounding of float32
+SHAKE = 2.0**-22  # of the noise: about the rounding of float32
 MIN_SIGMA = 0.02  # below which a check is not repeated with less noise
 MIN_FLOPS = 10_000_000  # of a member: with fewer, converting to bfloat16 costs as much as multiplying saves
 
@@ -115,8 +115,10 @@ class Trial:
         center, sigma = self.candidates.center, float(self.candidates.sigma)  # type: ignore[arg-type]  # see prepare
         if sigma < MIN_SIGMA:
             return None
-        signs = torch.arange(center.numel(), device=center.device) % 2 * 2 - 1
-        shaken = self.compute_outputs(replace(self.candidates, center=center + SHAKE * (center.abs() + sigma) * signs))
+        center = center.clone()
+        center[::2] += SHAKE * sigma
+        center[1::2] -= SHAKE * sigma
+        shaken = self.compute_outputs(replace(self.candidates, center=center))
         tolerance = choose_tolerance(self.plain) / 2
         if all(outputs_match(*pair, tolerance) for pair in zip(shaken, self.expected, strict=True)):
             return None

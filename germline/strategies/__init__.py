@@ -20,4 +20,4 @@ from germline.strategies.protocol import (
 from germline.strategies.pso import PSO
 from germline.strategies.registry import STRATEGIES, class_path, find_strategy, is_built_in
 from germline.strategies.snes import SNES
-from germline.strategies.state import pack, slice_columns, unpack
+from germline.strategies.state import by_columns, pack, slice_columns, unpack

@@ -31,6 +31,38 @@ def slice_columns(state: Any, low: int, high: int) -> Any:
     return map_arrays(lambda array: array[..., low:high], state)
 
 
+def by_columns(advance: Callable[[Any, int], Any], state: S, parameters: int, width: int, kept: tuple[str, ...]) -> S:
+    """Return a State that was advanced some columns at a time, so that what is computed on the way takes little memory.
+
+    Args:
+        advance: returns the next State of some columns, given these columns and the number of the first.
+        state: the State before; its arrays are overwritten.
+        parameters: the number of all columns.
+        width: columns that are advanced at once.
+        kept: the fields whose arrays are not overwritten.
+    """
+    _, whole = pack(state)
+    arrays: dict[str, Tensor] = {}
+    for low in range(0, parameters, width):
+        high = min(low + width, parameters)
+        before = slice_columns(state, low, high)
+        after = advance(before, low)
+        if after is before:  # nothing was learned, which no column decides
+            return state
+        (tree, columns), (_, old_columns) = pack(after), pack(before)
+        for name, part in columns.items():
+            if not part.dim() or part is old_columns.get(name):
+                arrays[name] = part if not part.dim() else whole[name]
+                continue
+            if low == 0:
+                shape = (*part.shape[:-1], parameters)
+                reused = name in whole and whole[name].shape == shape and name.split(".")[0] not in kept
+                arrays[name] = whole[name] if reused else part.new_empty(shape)
+            arrays[name][..., low:high] = part
+    next_state: S = unpack(after, tree, arrays)
+    return next_state
+
+
 def pack(state: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Take a State apart: JSON in which a tensor is {"tensor": name}, and the tensors by name."""
     if isinstance(state, Tensor):
