@@ -15,20 +15,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from germline.engine.journal import Journal, Record
+from germline.engine.journal import HEADER, Journal, Record
 from germline.strategies import GenerationResult, OpenAIES
 
 
 def measure(directory: Path, population: int, generations: int, synchronous: str, per_commit: int) -> tuple[float, int]:
     """Return the seconds of a record, and the bytes of the journal."""
     state = OpenAIES(population=population).init(torch.zeros(1000))
-    journal = Journal.create(directory / f"{synchronous}-{per_commit}", {"recipe": None}, state)
+    header = {name: next(iter(getattr(kind, "__args__", (kind,))))() for name, kind in HEADER.items()}
+    journal = Journal.create(directory / f"{synchronous}-{per_commit}", header, state)
     journal.connection.execute(f"PRAGMA synchronous = {synchronous}")
     scores = np.random.default_rng(0).random(population, np.float32)
     start = time.perf_counter()
     for generation in range(generations):
         result = GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02})
-        journal.append(Record(result, None, {"seconds": 0.01, "samples": 1000}))
+        journal.append(Record(result, None, {"seconds": 0.01, "samples": 1000, "bytes": [0, 0]}))
         if generation % per_commit == per_commit - 1:
             journal.commit()
     journal.commit()

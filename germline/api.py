@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from germline.engine import loop, opening
-from germline.engine.header import restore_strategy
-from germline.engine.journal import Journal
+from germline.engine.header import restore_strategy, translate_header_errors
+from germline.engine.journal import Journal, free_directory
 from germline.engine.session import Session
 from germline.engine.stopping import Stop, Target
 from germline.errors import BadInput, count
@@ -191,7 +191,7 @@ def train(
                 session.keep(keep)
         else:
             named = run if temporary is None else f"{temporary}/run"
-            path = Path(named) if named else free_directory(Path("runs"), type(model).__name__.lower())
+            path = Path(named) if named else free_directory(Path("runs") / type(model).__name__.lower())
             about = {"keep": keep or "last"}
             session = opening.start_or_continue(
                 recipe, path, seed=seed, fleet=fleet, about=about, stop=stop, is_named=bool(named)
@@ -237,16 +237,11 @@ def _resume(recipe: Recipe, path: Path, fleet: Fleet, strategy: AnyStrategy | st
     header = fleet.group.broadcast(dict(journal.header) if journal is not None else {})
 
     def choose_strategy() -> AnyStrategy:
-        chosen = restore_strategy(header, given)
+        with translate_header_errors(str(path)):
+            chosen = restore_strategy(header, given)
         if given is None or isinstance(strategy, str):  # a name says nothing about the settings
             return chosen
         opening.check_same_settings(given, header, str(path))
         return given
 
     return opening.resume(recipe.with_strategy(fleet.group.all_or_none(choose_strategy)), journal, fleet)
-
-
-def free_directory(runs: Path, name: str) -> Path:
-    """Return runs/name, or the first of runs/name-2, runs/name-3, ... that does not exist."""
-    candidates = (runs / (name if i == 1 else f"{name}-{i}") for i in range(1, 1_000_000))
-    return next(path for path in candidates if not path.exists())

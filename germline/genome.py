@@ -113,6 +113,8 @@ class Genome:
         slots: list[Slot] = []
         for name, shape, dtype_name, aliases in description:
             dtype = getattr(torch, dtype_name.removeprefix("torch."))
+            if not all(type(extent) is int and extent >= 0 for extent in shape) or not dtype.is_floating_point:
+                raise BadInput(f"The layout has a parameter {name!r} of shape {shape} and type {dtype_name}.")
             slots.append(Slot(name, tuple(shape), dtype, slots[-1].stop if slots else 0, tuple(aliases)))
         return cls(tuple(slots))
 

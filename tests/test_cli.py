@@ -75,7 +75,7 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
     assert (summary["generations"], summary["evaluations"], summary["stopped_by"]) == (15, 240, "generations")
     assert summary["run"] == "runs/one"
     run = here / "runs" / "one"
-    names = {"journal.sqlite", "snapshots", "model.safetensors", "report.html", "curves.csv"}
+    names = {"journal.sqlite", "journal.end", "snapshots", "model.safetensors", "report.html", "curves.csv"}
     assert {file.name for file in run.iterdir()} == names
     page = (run / "report.html").read_text()
     assert "own.py" in page
@@ -130,7 +130,7 @@ def test_a_recipe_that_is_a_file_must_be_given_again(here: Path) -> None:
     (here / "imported").unlink()
     export = ["--generation", "1", "--export", "w.safetensors"]
     for words in (["resume", "runs/es"], ["resume", "runs/bp"], ["verify", "runs/bp"], ["replay", "runs/bp", *export]):
-        assert "marked.py, which is not part of germline: give it again, with --recipe." in call(*words, code=2)
+        assert "marked.py', which is not part of germline: give it again, with --recipe, or add" in call(*words, code=2)
     call("verify", "runs/es")  # the journal is enough
     call("replay", "runs/es", *export)
     assert not (here / "imported").exists()
@@ -202,7 +202,7 @@ def test_lists(here: Path) -> None:
         (["train", "nothing.py"], "no file"),
         (["train", "bad.py"], "cannot be loaded"),
         (["train", "empty.py"], "no function 'recipe'"),
-        (["train", "os:getcwd"], "not a gl.Recipe"),
+        (["train", "os:getcwd"], "does not say that it returns a recipe"),
         (["train", "own.py", "--strategy", "openai"], "did you mean 'openai-es'"),
         (["train", "own.py", "--set", "sigmo=1"], "did you mean 'sigma'"),
         (["train", "own.py", "--set", "sigma"], "KEY=VALUE"),

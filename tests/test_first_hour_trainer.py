@@ -150,7 +150,7 @@ def test_a_result_shows_itself_and_its_report(tmp_path: Path) -> None:
     page = result._repr_html_()
     assert page.count("<polyline") == 1
     assert "dev accuracy" in page
-    names = {"journal.sqlite", "snapshots", "model.safetensors", "report.html", "curves.csv"}
+    names = {"journal.sqlite", "journal.end", "snapshots", "model.safetensors", "report.html", "curves.csv"}
     assert {file.name for file in (tmp_path / "run").iterdir()} == names
     written = (tmp_path / "run" / "report.html").read_text()
     assert written.count("<svg") == 4

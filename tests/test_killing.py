@@ -62,7 +62,8 @@ def nursery() -> Iterator[Nursery]:
 
 def check_files(path: Path) -> None:
     """Check that a finished run holds whole files alone; a kill may have cost a snapshot, and left its partial file."""
-    assert sorted(file.name for file in path.iterdir()) == ["hash", "journal.sqlite", "model.safetensors", "snapshots"]
+    names = ["hash", "journal.end", "journal.sqlite", "model.safetensors", "snapshots"]
+    assert sorted(file.name for file in path.iterdir()) == names
     files = list((path / "snapshots").iterdir())
     whole = {int(file.stem) for file in files if file.suffix == ".safetensors"}
     partial = {int(file.stem) for file in files if file.suffix == ".partial"}

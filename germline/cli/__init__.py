@@ -1,5 +1,6 @@
 """The command line: parse, build, call. Results go to standard output, everything else to standard error."""
 
+import io
 import sys
 import warnings
 from typing import Any
@@ -23,4 +24,6 @@ def show_warning(message: Warning | str, category: type[Warning], *place: Any, *
 def main() -> None:
     """Run the command line."""
     warnings.showwarning = show_warning
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path need not be text
     app(prog_name="germline")

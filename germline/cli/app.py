@@ -69,7 +69,7 @@ def command(function: Callable[..., None], group: typer.Typer = app) -> Callable
         try:
             function(**values)
         except (BadInput, FleetLostError, MachineError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {make_printable(str(error))}", file=sys.stderr)
             raise typer.Exit(2 if isinstance(error, BadInput) else 1) from None
         except KeyboardInterrupt:
             print("interrupted; every finished generation is on disk", file=sys.stderr)
@@ -81,6 +81,11 @@ def command(function: Callable[..., None], group: typer.Typer = app) -> Callable
     call.__annotations__ = {option.name: option.annotation for option in expanded}
     group.command()(call)
     return function
+
+
+def make_printable(text: str) -> str:
+    """Return a text without control characters, which a stranger's file could send to the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def expand_parameter(parameter: inspect.Parameter) -> list[inspect.Parameter]:

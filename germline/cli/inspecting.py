@@ -76,6 +76,7 @@ def open_run(run: Path, again: AgainOptions, *, with_recipe: bool = False) -> "S
 
     journal = Journal.open(run, read_only=True)
     header = journal.header
+    again.adopt(header)
     given = again.find_strategy()
     if find_class(header, given).kind != "evolve":
         return opening.rebuild(again.build_recipe(header, str(run)), journal, Local(header["device"]))

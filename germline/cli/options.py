@@ -1,6 +1,7 @@
 """Every command-line option, declared once; commands take the groups that they need."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,6 +149,23 @@ class AgainOptions:
     strategy: Annotated[str | None, Option(help="the run's strategy, if it is not part of germline: module:Class")] = (
         None
     )
+    trust: Annotated[
+        bool, Option("--trust", help="run the code that the run's header names; a run from a stranger may name any")
+    ] = False
+
+    def adopt(self, header: Mapping[str, Any]) -> None:
+        """Take what a trusted header names, after showing it, where the user has not given it."""
+        from germline.recipes import RECIPES
+        from germline.strategies import is_built_in
+
+        if not self.trust:
+            return
+        if self.recipe is None and header["recipe"] not in (None, *RECIPES):
+            self.recipe = header["recipe"]
+            print(f"note: --trust loads the recipe {self.recipe!r}", file=sys.stderr)
+        if self.strategy is None and not is_built_in(header["strategy_class"]):
+            self.strategy = header["strategy_class"]
+            print(f"note: --trust loads the strategy {self.strategy!r}", file=sys.stderr)
 
     def find_strategy(self) -> "AnyStrategy | None":
         """Return the strategy that the user has named again, or None."""
@@ -161,6 +179,17 @@ class AgainOptions:
 
         return self.recipe is not None or header["recipe"] in RECIPES
 
+    def require_recipe(self, header: Mapping[str, Any], run: str) -> str:
+        """Return the recipe that the user has given again, or that of a run if it is part of this package."""
+        if not self.knows_recipe(header) and header["recipe"] is None:
+            how = f"go on there, with gl.train(..., resume={run!r})"
+            raise BadInput(f"{run} was started in Python, not by a recipe: {how}.")
+        if not self.knows_recipe(header):
+            reason = f"{header['recipe']!r}, which is not part of germline"
+            how = "give it again, with --recipe, or add --trust if you trust that code"
+            raise BadInput(f"The recipe of {run} is {reason}: {how}.")
+        return self.recipe or str(header["recipe"])
+
     def build_recipe(self, header: Mapping[str, Any], run: str) -> "Recipe":
         """Return the recipe of a run, with its strategy.
 
@@ -171,16 +200,9 @@ class AgainOptions:
             run: The directory of the run, for messages.
         """
         from germline.engine.header import recipe_for_run
-        from germline.recipes import RECIPES, make_recipe
+        from germline.recipes import make_recipe
 
-        name = self.recipe or header["recipe"]
-        if name is None:
-            how = f"go on there, with gl.train(..., resume={run!r})"
-            raise BadInput(f"{run} was started in Python, not by a recipe: {how}.")
-        if self.recipe is None and name not in RECIPES:
-            reason = f"{name}, which is not part of germline"
-            raise BadInput(f"The recipe of {run} is {reason}: give it again, with --recipe.")
-        recipe = make_recipe(name, header["recipe_settings"], header["seed"])
+        recipe = make_recipe(self.require_recipe(header, run), header["recipe_settings"], header["seed"])
         return recipe_for_run(recipe, header, self.find_strategy())
 
 

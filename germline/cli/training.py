@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,8 @@ def train(
     baseline: Annotated[bool, typer.Option(help="afterwards train by backprop for the same time")] = False,
 ) -> None:
     """Train a recipe."""
-    from germline.api import free_directory
     from germline.engine import opening
+    from germline.engine.journal import free_directory
     from germline.engine.stopping import Stop
     from germline.recipes import make_recipe
     from germline.reporting.numbers import format_metric
@@ -50,7 +50,7 @@ def train(
         made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     about["keep"] = keep or "last"
     limits, is_named = stop.limits(made), output.name is not None
-    default = free_directory(output.runs, f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
+    default = free_directory(output.runs / f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     path = output.runs / output.name if output.name is not None else default
     if baseline and fleet.fleet != "local":
         raise BadInput("The baseline is trained in one process: leave out --baseline or --fleet.")
@@ -65,18 +65,19 @@ def train(
     other = options.replace_strategy(make_recipe(recipe, about["recipe_settings"], seed), "gradient", {})
     other_path = path.with_name(path.name + "-backprop")
     check_baseline(other, other_path, chosen)
-    summary = run_to_end(start(made, path, about=about_run, stop=limits), limits, as_json=False)
+    session = start(made, path, about=about_run, stop=limits)
+    summary = run_to_end(session, limits, as_json=False)
     same_time = Stop(seconds=summary["seconds"])
     words = ["--strategy", "gradient", "--seconds", str(summary["seconds"]), "--seed", str(seed)]
     about_run = {**about, "command": shlex.join(["germline", "train", recipe, *words])}
-    session = start(other, other_path, about=about_run, stop=same_time)
-    compared = run_to_end(session, same_time, as_json=False, quiet=True)
+    second = start(other, other_path, about=about_run, stop=same_time)
+    compared = run_to_end(second, same_time, as_json=False, quiet=True)
     for key, value in summary["metrics"].items():
         if key.startswith("test_") and not key.endswith(("_loss", "_score")):
             first = f"{format_metric(key, value)} by {summary['strategy']}, without a gradient"
-            second = f"{format_metric(key, compared['metrics'][key])} by backprop on the same net and data"
-            print(f"{first}; {second} in the same {summary['seconds']:.1f} s")
-    write_report([read_run(path), read_run(other_path)], path / "report.html")
+            by_backprop = f"{format_metric(key, compared['metrics'][key])} by backprop on the same net and data"
+            print(f"{first}; {by_backprop} in the same {summary['seconds']:.1f} s")
+    write_report([read_run(session.path), read_run(second.path)], session.path / "report.html")
     if output.json_:
         print(json.dumps(summary))
 
@@ -96,14 +97,18 @@ def resume(
 ) -> None:
     """Go on where a run stopped."""
     from germline.engine import opening
+    from germline.engine.header import translate_header_errors
     from germline.engine.journal import Journal
     from germline.engine.stopping import Stop
 
     data.apply()
     is_here = (run / "journal.sqlite").is_file()
-    unknown: Mapping[str, Any] = {"device": "auto", "recipe": None}
-    known = Journal.open(run, read_only=True).header if is_here else unknown
-    chosen = build_fleet(fleet, device or known["device"], again.recipe or known["recipe"], again.strategy)
+    recipe, default_device = again.recipe, "auto"
+    if is_here:
+        known = Journal.open(run, read_only=True).header
+        again.adopt(known)
+        recipe, default_device = again.require_recipe(known, str(run)), known["device"]  # before workers load it
+    chosen = build_fleet(fleet, device or default_device, recipe, again.strategy)
     chosen.start_run()
     if not chosen.group.elect(is_here):
         Journal.open(run)  # raises an error that says what is missing
@@ -116,7 +121,8 @@ def resume(
     if given.generations is not None and given.generations < session.generation:
         done = f"The run has {count(session.generation, 'generation')} already"
         raise BadInput(f"{done}: give --generations above {session.generation}.")
-    limits = given if given != Stop() else Stop.from_header(header["stop"])
+    with translate_header_errors(str(run)):
+        limits = given if given != Stop() else Stop.from_header(header["stop"])
     if limits is not given and limits.generations == session.generation and session.fleet.group.rank == 0:
         reached = f"the run has reached its limit of {count(limits.generations, 'generation')}"
         print(f"note: {reached}; to go on, give --generations above it", file=sys.stderr)

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,18 @@ def describe_value(value: Any) -> Any:
     return {"function": getattr(value, "__qualname__", type(value).__qualname__)} if callable(value) else value
 
 
+@contextmanager
+def translate_header_errors(run: str) -> Iterator[None]:
+    """Turn an error about what a header holds into a sentence: no run has written it."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        message = f"The header of {run} cannot be used ({type(error).__name__}: {error})"
+        raise BadInput(f"{message}: restore the run from a copy.") from error
+
+
 def restore_strategy(
     header: Mapping[str, Any], given: AnyStrategy | None = None, *, for_replay: bool = False
 ) -> AnyStrategy:
@@ -114,8 +127,9 @@ def find_class(header: Mapping[str, Any], given: AnyStrategy | None) -> type[Any
     if given is not None and (given.name != name or not is_same_class(class_path(given), path)):
         message = f"The run was trained by the strategy {name} ({path}), not by {given.name} ({class_path(given)})"
         raise BadInput(f"{message}: give the run's own strategy.")
-    if is_built_in(path):
-        return STRATEGIES[name]
+    built_in = next((cls for cls in STRATEGIES.values() if class_path(cls) == path), None)
+    if built_in is not None:
+        return built_in
     if given is None:
         message = f"The strategy {name} of this run is the class {path}, which is not part of germline"
         raise BadInput(f"{message}: give it again, with --strategy module:Class or strategy=.")

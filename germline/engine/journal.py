@@ -3,6 +3,9 @@
 A run is a directory with ``journal.sqlite`` and ``snapshots/``. Records are chained by hashes over the scores and the
 values of the schedules, so that a changed record is noticed; what is not chained (times, bytes, metrics) has a separate
 checksum. A record that has been appended survives a power cut once ``commit`` has returned.
+
+A run directory may come from a stranger. Nothing in it is executed, and whatever is not as this file writes it ends in
+a sentence: another schema than the one below (a view may never end), a header without its keys, other types.
 """
 
 import errno
@@ -30,6 +33,7 @@ from germline.genome import theta_sha256
 from germline.strategies import GenerationResult, pack, unpack
 
 FORMAT = 2  # of the journal
+END = "journal.end"  # the file that says how long the journal is, for a copy that lacks the write-ahead log
 SCHEMA = """
 CREATE TABLE header (id INTEGER PRIMARY KEY CHECK (id = 0), json TEXT NOT NULL, chain BLOB NOT NULL);
 CREATE TABLE record (
@@ -39,6 +43,18 @@ CREATE TABLE record (
 CREATE TABLE outcome (id INTEGER PRIMARY KEY CHECK (id = 0), json TEXT NOT NULL, checksum BLOB NOT NULL);
 CREATE TABLE tip (id INTEGER PRIMARY KEY CHECK (id = 0), generation INTEGER NOT NULL, chain BLOB NOT NULL);
 """
+HEADER: dict[str, Any] = {  # what every header has, and of which type it is
+    **dict.fromkeys(("strategy", "strategy_class", "frozen_sha256", "initial_theta_sha256", "device", "machine"), str),
+    **dict.fromkeys(("recipe_settings", "settings", "data", "plan", "versions", "stop"), dict),
+    **dict.fromkeys(("recipe", "launch", "command"), str | None),
+    **dict.fromkeys(("is_portable", "maximize", "shuffle"), bool),
+    **dict.fromkeys(("seed", "processes"), int),
+    "batch_size": int | None,
+    "layout": list,
+    "keep": str,
+}
+INFO: dict[str, Any] = {"seconds": int | float, "samples": int, "bytes": list}  # the same of a record's info
+STEPS = 1000  # thousands of steps of SQLite's machine for the schema and the header, which take a few hundred steps
 PROBE = -1  # the generation of the record that holds the choice of sigma, before generation 0
 
 S = TypeVar("S")
@@ -68,10 +84,18 @@ class Journal:
     connection: sqlite3.Connection
 
     @classmethod
-    def create(cls, path: Path, header: Mapping[str, Any], state: Any) -> "Journal":
-        """Create a run with its header and snapshot 0; the directory appears only once it holds both."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    def create(cls, path: Path, header: Mapping[str, Any], state: Any, *, is_named: bool = True) -> "Journal":
+        """Create a run with its header and snapshot 0; the directory appears only once it holds both.
+
+        Args:
+            path: The directory to create.
+            header: What the run is made of.
+            state: The State before the first generation.
+            is_named: Whether the user has chosen the path; else another one is taken where it exists.
+        """
+        if is_named and path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise BadInput(f"The run {path} exists already: choose another directory, or resume the run.")
+        check_path(path)
         text = canonical({"format": FORMAT, "noise_version": noise.VERSION, **header})
         with translate_io_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +113,7 @@ class Journal:
                 cls(partial, json.loads(text), connection).save(state, 0)
                 connection.close()
                 partial.chmod(0o755)
-                partial.rename(path)
+                path = name_directory(partial, path, is_named)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -99,33 +123,35 @@ class Journal:
     @classmethod
     def open(cls, path: Path, *, read_only: bool = False) -> "Journal":
         """Open a run and check its header; the records are checked as they are read."""
+        check_path(path)
         file = path / "journal.sqlite"
         if not file.is_file():
             raise BadInput(f"{path} is not a run: there is no journal.sqlite in it.")
         with translate_io_errors(path):
             connection = connect(file, read_only=read_only)
+            header = read_header(connection, path)
             status = connection.execute("PRAGMA quick_check").fetchall()
-            rows = connection.execute("SELECT json, chain FROM header").fetchall()
         if status != [("ok",)]:
             raise BadInput(
                 f"The journal of {path} is damaged ({str(status[0][0]).splitlines()[0]}): restore it from a copy."
             )
-        if len(rows) != 1 or not isinstance(rows[0][0], str) or digest(rows[0][0].encode()) != rows[0][1]:
-            raise BadInput(f"The header of {path} is damaged: restore the run from a copy.")
-        header = json.loads(rows[0][0])
-        if (header["format"], header["noise_version"]) != (FORMAT, noise.VERSION):
-            format_found = f"format {header['format']} with noise version {header['noise_version']}"
-            message = f"{path} has {format_found}, but this germline reads format {FORMAT} and noise {noise.VERSION}"
-            raise BadInput(f"{message}: use germline {header.get('versions', {}).get('germline')}.")
+        if (header.get("format"), header.get("noise_version")) != (FORMAT, noise.VERSION):
+            found = f"format {header.get('format')} with noise version {header.get('noise_version')}"
+            message = f"{path} has {found}, but this germline reads format {FORMAT} and noise {noise.VERSION}"
+            versions = header.get("versions")
+            raise BadInput(f"{message}: use germline {versions.get('germline') if has_type(versions, dict) else '?'}.")
+        for name, kind in HEADER.items():
+            if not has_type(header.get(name), kind) or name not in header:
+                raise BadInput(f"The header of {path} has no valid {name}: restore the run from a copy.")
         return cls(path, header, connection)
 
     @classmethod
     def header_matches(cls, path: Path, values: Mapping[str, Any]) -> bool:
         """Return whether there is a run whose header has some values, without reading its records."""
-        with suppress(sqlite3.Error, TypeError, ValueError):
+        with suppress(sqlite3.Error, BadInput):
             address = f"file:{quote(str((path / 'journal.sqlite').resolve()))}?mode=ro"
             with closing(sqlite3.connect(address, uri=True)) as connection:
-                header = json.loads(connection.execute("SELECT json FROM header").fetchone()[0])
+                header = read_header(connection, path)
             return all(header.get(name) == value for name, value in values.items())
         return False
 
@@ -155,6 +181,23 @@ class Journal:
         with translate_io_errors(self.path):
             if self.connection.in_transaction:
                 self.connection.execute("COMMIT")
+                with suppress(OSError):  # it only serves to notice a loss
+                    (self.path / END).write_text(f"{self.length():>12}\n")
+
+    def length(self) -> int:
+        """Return how many generations are recorded."""
+        with translate_io_errors(self.path):
+            tip = self.connection.execute("SELECT generation FROM tip").fetchone()
+        return tip[0] + 1 if tip is not None and isinstance(tip[0], int) else 0
+
+    def written_length(self) -> int:
+        """Return how many generations have been written at least, by a file next to the journal and by the snapshots.
+
+        A journal that has fewer has lost its end. Call this before records are read, since a process may write more.
+        """
+        with suppress(OSError, ValueError):
+            return max([int((self.path / END).read_text()[:20]), *self.snapshots()])
+        return max(self.snapshots(), default=0)
 
     @property
     def is_committed(self) -> bool:
@@ -175,15 +218,17 @@ class Journal:
                 row = (generation, scores, values, theta, chain, info, checksum)
                 has_types = all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True))
                 follows = generation in (PROBE, 0) if expected is None else generation == expected
-                if not (has_types and follows and chain_hash(before, generation, scores, values, theta) == chain):
-                    raise BadInput(f"Record {generation} of {self.path} is damaged: restore the run from a copy.")
+                is_intact = has_types and chain_hash(before, generation, scores, values, theta) == chain
+                if not (is_intact and follows and len(scores) % 4 == 0):
+                    raise BadInput(f"Record {generation!r} of {self.path} is damaged: restore the run from a copy.")
                 if digest(info.encode())[:8] != checksum:
                     raise BadInput(f"The times and metrics of record {generation} of {self.path} are damaged.")
                 before, expected = chain, generation + 1
+                what = f"record {generation} of {self.path}"
                 result = GenerationResult(
-                    generation, np.frombuffer(scores, "<f4").astype(np.float32), json.loads(values)
+                    generation, np.frombuffer(scores, "<f4").astype(np.float32), parse_object(values, what)
                 )
-                yield Record(result, theta, json.loads(info))
+                yield Record(result, theta, check_info(parse_object(info, what), what))
             query = "SELECT generation FROM tip WHERE NOT EXISTS (SELECT 1 FROM record)"
             is_lost = expected is None and self.connection.execute(query).fetchone() is not None
         if is_lost or (expected is not None and tip != (expected - 1, before)):
@@ -213,8 +258,7 @@ class Journal:
             rows = self.connection.execute("SELECT json, checksum FROM outcome").fetchall()
         if not rows or not isinstance(rows[0][0], str) or digest(rows[0][0].encode())[:8] != rows[0][1]:
             return None
-        summary: dict[str, Any] = json.loads(rows[0][0])
-        return summary
+        return parse_object(rows[0][0], f"the outcome of {self.path}")
 
     def save(self, state: Any, generation: int) -> None:
         """Save a snapshot of the State after some generations; the file appears only once it is complete."""
@@ -228,9 +272,15 @@ class Journal:
         """Return the file of a snapshot."""
         return self.path / "snapshots" / f"{generation:08d}.safetensors"
 
+    def snapshot_bytes(self, generation: int) -> int:
+        """Return the length of a snapshot's file, or 0 if there is none."""
+        file = self.snapshot(generation)
+        return file.stat().st_size if file.is_file() else 0
+
     def snapshots(self) -> list[int]:
         """Return the generations that have a snapshot, in order."""
-        return sorted(int(file.stem) for file in (self.path / "snapshots").glob("*.safetensors") if file.stem.isdigit())
+        files = [file for file in (self.path / "snapshots").glob("*.safetensors") if file.is_file()]  # no pipe
+        return sorted(int(file.stem) for file in files if file.stem.isdecimal() and file.stem.isascii())
 
     def load(self, template: S, generation: int, device: torch.device | str) -> S:
         """Return the State of a snapshot; the template says which dataclasses it is made of."""
@@ -238,13 +288,17 @@ class Journal:
 
         file = self.snapshot(generation)
         try:
+            if not file.is_file():
+                raise FileNotFoundError
             with safe_open(file, "pt", device="cpu") as source:
                 metadata = source.metadata() or {}
                 tensors = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
             tree = json.loads(metadata["tree"])
             if (metadata["sha256"], metadata["chain"]) == (content_sha256(tree, tensors), self.chain(generation)):
-                return unpack(template, tree, {name: tensor.to(device) for name, tensor in tensors.items()})
-        except (OSError, SafetensorError, KeyError, ValueError):
+                state = unpack(template, tree, {name: tensor.to(device) for name, tensor in tensors.items()})
+                if is_like(state, template):
+                    return state
+        except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError, RecursionError):
             pass
         message = f"The snapshot {file} is damaged, missing or of another run"
         raise BadInput(f"{message}: restore it, or delete it to replay from an earlier one.")
@@ -270,9 +324,92 @@ def connect(file: Path, *, read_only: bool = False) -> sqlite3.Connection:
         address = f"file:{quote(str(file.resolve()))}?immutable=1"
         return sqlite3.connect(address, uri=True, isolation_level=None, check_same_thread=False)
     connection = sqlite3.connect(file, isolation_level=None, timeout=30, check_same_thread=False)
+    limit_steps(connection)
     connection.execute("PRAGMA synchronous = FULL")  # each commit reaches the disk before it returns
     connection.execute("PRAGMA wal_autocheckpoint = 64")
     return connection
+
+
+def check_path(path: Path) -> None:
+    """Raise an error if a path cannot be the path of a run: safetensors reads no file whose path is not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"The path {str(path)!r} is not valid UTF-8: give the directory another name.") from None
+
+
+def limit_steps(connection: sqlite3.Connection) -> None:
+    """End what takes SQLite far longer than the schema and the header of a journal: it may be made never to end."""
+    calls = iter(range(STEPS))
+    connection.set_progress_handler(lambda: next(calls, None) is None, 1000)
+
+
+def read_header(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
+    """Return the header of a journal, whose tables must be those that this file makes."""
+    limit_steps(connection)
+    try:
+        tables = connection.execute("SELECT type, sql FROM sqlite_master LIMIT 100").fetchall()
+        expected = [("table", statement.strip()) for statement in SCHEMA.split(";") if statement.strip()]
+        if sorted(tables, key=str) != sorted(expected, key=str):
+            raise BadInput(f"The journal.sqlite of {path} is not a journal of this format: it has other tables.")
+        rows = connection.execute("SELECT json, chain FROM header LIMIT 2").fetchall()
+    except sqlite3.OperationalError as error:
+        if "interrupted" not in str(error):
+            raise
+        raise BadInput(f"The journal.sqlite of {path} is not a journal: its tables cannot be read.") from None
+    connection.set_progress_handler(None, 0)
+    if len(rows) != 1 or not isinstance(rows[0][0], str) or digest(rows[0][0].encode()) != rows[0][1]:
+        raise BadInput(f"The header of {path} is damaged: restore the run from a copy.")
+    return parse_object(rows[0][0], f"the header of {path}")
+
+
+def parse_object(text: str, what: str) -> dict[str, Any]:
+    """Return a JSON object."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+    raise BadInput(f"The JSON of {what} cannot be read: restore the run from a copy.")
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Return whether a value of JSON is of a type; true and false are no numbers."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def check_info(info: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return the info of a record if it has the types that ``Session`` gives it."""
+    sizes, tables = info.get("bytes"), [info.get(name, {}) for name in ("metrics", "diagnostics")]
+    is_valid = all(has_type(info.get(name), kind) for name, kind in INFO.items())
+    is_valid = is_valid and len(sizes or []) == 2 and all(has_type(size, int) for size in sizes or [])
+    for table in tables:
+        is_valid &= isinstance(table, dict) and all(has_type(value, int | float) for value in table.values())
+    if not is_valid:
+        raise BadInput(f"The times and metrics of {what} are not those of a run: restore the run from a copy.")
+    return info
+
+
+def is_like(state: Any, template: Any) -> bool:
+    """Return whether a State could be that of a run: it is of the same class, and theta is as long and as precise."""
+    theta, expected = state.theta, template.theta
+    return type(state) is type(template) and (theta.shape, theta.dtype) == (expected.shape, expected.dtype)
+
+
+def name_directory(partial: Path, path: Path, is_named: bool) -> Path:
+    """Give a complete directory its path or, if it has not been named, the first free one; return the path."""
+    while True:
+        try:
+            return partial.rename(path)
+        except OSError as error:  # another process may have taken the path in the meantime
+            if is_named or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            path = free_directory(path)
+
+
+def free_directory(path: Path) -> Path:
+    """Return a path, or the first of path-2, path-3, ... that does not exist."""
+    candidates = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 1_000_000))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 from germline import noise
 from germline.engine.best import Best
 from germline.engine.diagnostics import probe_sigma
-from germline.engine.header import build_header, describe_settings, restore_strategy
+from germline.engine.header import build_header, describe_settings, restore_strategy, translate_header_errors
 from germline.engine.journal import Journal, Record
 from germline.engine.replay import apply_probe, replay
 from germline.engine.session import Session
@@ -55,7 +55,14 @@ def make_batches(recipe: Recipe, splits: Mapping[str, Data], seed: int, workers:
 
 
 def start(
-    recipe: Recipe, path: Path, *, seed: int, fleet: Fleet, about: Mapping[str, Any], stop: Stop | None = None
+    recipe: Recipe,
+    path: Path,
+    *,
+    seed: int,
+    fleet: Fleet,
+    about: Mapping[str, Any],
+    stop: Stop | None = None,
+    is_named: bool = True,
 ) -> Session:
     """Start a new run, with generation 0 on disk; nothing is written before everything has been tried.
 
@@ -66,6 +73,7 @@ def start(
         fleet: Who evaluates the members.
         about: For the header: the name and the settings of the recipe, the command, and which weights are kept.
         stop: The limits of the run.
+        is_named: Whether the user has chosen the path; else another one is taken where it exists.
     """
     stop, group = stop or Stop(), fleet.group
 
@@ -84,9 +92,9 @@ def start(
     every = [recipe.evaluate_every, recipe.snapshot_every]
     group.agree(lambda: run_facts(session, header) | {"times of evaluation and snapshots": every})
     session.journal = group.all_or_none(
-        lambda: Journal.create(path, header, session.state) if group.owns_journal else None
+        lambda: Journal.create(path, header, session.state, is_named=is_named) if group.owns_journal else None
     )
-    session.path = Path(group.broadcast(str(path)))
+    session.path = Path(group.broadcast(str(session.journal.path if session.journal is not None else path)))
     admit_workers(session, header)
     choose_sigma(session)
     session.share_update()
@@ -112,7 +120,7 @@ def start_or_continue(
     matching = (place for place in places if Journal.header_matches(place, expected))
     earlier = next(matching, None) if launch is not None else None
     if not fleet.group.elect(earlier is not None):
-        return start(recipe, path, seed=seed, fleet=fleet, about=about, stop=stop)
+        return start(recipe, path, seed=seed, fleet=fleet, about=about, stop=stop, is_named=is_named)
     owns = earlier is not None and fleet.group.owns_journal
     return resume(recipe, Journal.open(cast(Path, earlier)) if owns else None, fleet)
 
@@ -171,9 +179,9 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     """Return a run before its first generation; what differs from its header is an error that names it."""
     announce_stage("loading data")
     splits = recipe.splits()
-    strategy = restore_strategy(header, recipe.strategy)
+    with translate_header_errors(run):
+        strategy, plan = restore_strategy(header, recipe.strategy), Plan(**header["plan"])
     fleet.check(strategy)
-    plan = Plan(**header["plan"])
     norms = header.get("fixed_norms", [])
     session = Session.create(recipe.model, strategy, recipe.goal(), fleet, header["seed"], plan=plan, norms=norms)
     assert session.scorer.module is not None
@@ -213,9 +221,12 @@ def open_for_replay(journal: Journal, given: AnyStrategy | None = None) -> Sessi
     """Return a run of an ``evolve`` strategy from its journal alone: to be replayed, not to go on."""
     header = journal.header
     objective = Objective(lambda model: float("nan"), header["maximize"], of_model=True)
-    strategy = restore_strategy(header, given, for_replay=True)
-    genome = Genome.from_description(header["layout"])
-    session = Session.create(None, strategy, objective, Local("cpu"), header["seed"], genome=genome)
+    with translate_header_errors(str(journal.path)):
+        strategy = restore_strategy(header, given, for_replay=True)
+        genome = Genome.from_description(header["layout"])
+        if genome.size * genome.dtype.itemsize > journal.snapshot_bytes(0):  # a header may name any number
+            raise BadInput(f"The header of {journal.path} is of {genome.size} parameters, its snapshot 0 of fewer.")
+        session = Session.create(None, strategy, objective, Local("cpu"), header["seed"], genome=genome)
     session.journal, session.path = journal, journal.path
     return session
 

@@ -1,5 +1,7 @@
 """A run from its journal: a State is a fold over the records, and everything here is that fold."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from germline.engine.journal import PROBE, Journal, Record, content_sha256
@@ -18,30 +20,52 @@ def replay(session: Session, until: int | None = None, *, from_start: bool = Fal
         from_start: Whether to start from snapshot 0 and not from the latest one.
     """
     journal, device = session.require_journal(), session.scorer.device
-    records = list(journal.records())
-    if records and records[0].result.generation == PROBE:
-        apply_probe(session, records.pop(0))
-    length = len(records) if until is None else until
-    if length > len(records):
-        raise BadInput(f"{journal.path} has {count(len(records), 'generation')}, so there is no generation {length}.")
+    available = journal.length()
+    length = available if until is None else until
+    if length > available:
+        raise BadInput(f"{journal.path} has {count(available, 'generation')}, so there is no generation {length}.")
     first, session.state = journal.latest(session.state, 0 if from_start else length, device)
     if first == 0 and theta_sha256(session.state.theta) != journal.header["initial_theta_sha256"]:
         raise BadInput(f"Snapshot 0 of {journal.path} is not the one the run began with: restore it from a copy.")
-    for record in records[:length]:
+    for record in journal.records():  # one at a time: a long run does not fit into memory
         generation = record.result.generation
-        if generation >= first:
+        if generation == PROBE:
+            apply_probe(session, record)
+            continue
+        if generation == length and until is not None:
+            break
+        if first <= generation < length:
             fold(session, record)
             if record.theta_sha256 not in (None, theta_sha256(session.state.theta)):
                 first = skip_to_snapshot(session, generation + 1, length, journal)
-        session.note(record)
-        session.generation = generation + 1
+        if generation < length:
+            with translate_record_errors(session, generation):
+                session.note(record)
+            session.generation = generation + 1
 
 
 def fold(session: Session, record: Record) -> None:
     """Advance a session's State by one record; a gradient, which records do not hold, is computed again."""
+    generation, members = record.result.generation, record.result.scores.size
+    if session.strategy.kind == "evolve" and members != session.strategy.population:
+        population = f"{members} scores for a population of {session.strategy.population}"
+        raise BadInput(f"Record {generation} of {session.path} has {population}: restore the run from a copy.")
     if session.driver.records_theta:
-        session.prepare(session.batch(record.result.generation))
-    session.tell(session.driver.restore(session, record.result))
+        session.prepare(session.batch(generation))
+    with translate_record_errors(session, generation):
+        session.tell(session.driver.restore(session, record.result))
+
+
+@contextmanager
+def translate_record_errors(session: Session, generation: int) -> Iterator[None]:
+    """Turn what a strategy raises into a sentence, where a record holds what no run has written."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except Exception as error:
+        message = f"Record {generation} of {session.path} cannot be replayed ({type(error).__name__}: {error})"
+        raise BadInput(f"{message}: restore the run from a copy.") from error
 
 
 def skip_to_snapshot(session: Session, generation: int, length: int, journal: Journal) -> int:
@@ -56,8 +80,9 @@ def skip_to_snapshot(session: Session, generation: int, length: int, journal: Jo
 
 def apply_probe(session: Session, record: Record) -> None:
     """Set sigma to the one that the probe has chosen."""
-    session.strategy = session.strategy.with_settings(sigma=record.result.values["sigma"])
-    session.add_totals(record)
+    with translate_record_errors(session, PROBE):
+        session.strategy = session.strategy.with_settings(sigma=record.result.values["sigma"])
+        session.add_totals(record)
 
 
 def verify(session: Session) -> dict[str, Any]:
@@ -70,7 +95,7 @@ def verify(session: Session) -> dict[str, Any]:
         BadInput: If a record or a snapshot is not what the run replays to.
     """
     journal, device = session.require_journal(), session.scorer.device
-    template, snapshots, checked = session.state, journal.snapshots(), 0
+    written, template, snapshots, checked = journal.written_length(), session.state, journal.snapshots(), 0
     replay(session, until=0, from_start=True)
     for record in journal.records():
         if record.result.generation == PROBE:
@@ -84,5 +109,9 @@ def verify(session: Session) -> dict[str, Any]:
             if content_sha256(*pack(saved)) != content_sha256(*pack(session.state)):
                 raise BadInput(f"Snapshot {session.generation} of {journal.path} is not what its records replay to.")
             checked += 1
+    if session.generation < written:
+        message = f"{journal.path} has {count(session.generation, 'generation')}, but {written} were written"
+        advice = "copy the run again, with journal.sqlite-wal, the write-ahead log, and while no process writes to it"
+        raise BadInput(f"{message}: {advice}.")
     final = theta_sha256(session.state.theta)
     return {"generations": session.generation, "snapshots": checked + 1, "theta_sha256": final}

@@ -60,9 +60,18 @@ def find_recipe(name: str) -> Maker:
     except Exception as error:
         raise BadInput(f"The recipe {name} cannot be loaded: {format_error(error)}") from error
     maker: Maker | None = getattr(module, function, None)
-    if not callable(maker):
+    if not inspect.isroutine(maker):
         raise BadInput(f"There is no function {function!r} in {name}: a recipe is a function that returns gl.Recipe.")
+    if not is_file and not is_recipe(maker):  # in a file its name says what it is
+        message = f"{name} does not say that it returns a recipe, and is not called"
+        raise BadInput(f"{message}: write def {function}(...) -> gl.Recipe.")
     return maker
+
+
+def is_recipe(function: Callable[..., Any]) -> bool:
+    """Return whether a function is annotated as one that returns a ``Recipe``."""
+    returned = getattr(function, "__annotations__", {}).get("return")
+    return returned is Recipe or (isinstance(returned, str) and returned.rpartition(".")[2] == "Recipe")
 
 
 def import_file(file: Path) -> ModuleType:

@@ -70,7 +70,7 @@ def write_report(runs: Sequence[ReportedRun], file: Path) -> None:
 def render_page(title: str, body: Sequence[str]) -> bytes:
     """Return an HTML page."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
-    return (head + "".join(body) + "</html>").encode()
+    return (head + "".join(body) + "</html>").encode(errors="backslashreplace")
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

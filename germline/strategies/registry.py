@@ -65,7 +65,10 @@ def find_strategy(name: str) -> type[Any]:
         points = [point for point in entry_points(group=GROUP) if point.name == name]
         if not points:
             raise unknown_name("strategy", name, [*known_names(), "module:Class"])
-        cls = points[0].load()
+        try:
+            cls = points[0].load()
+        except Exception as error:  # whatever the package does
+            raise BadInput(f"The strategy {name} cannot be loaded: {format_error(error)}") from error
     if not (isinstance(cls, type) and Strategy in cls.__mro__):
         raise BadInput(f"{name} is not a strategy: a strategy is a class that derives from gl.Strategy.")
     return cls

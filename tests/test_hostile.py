@@ -1,0 +1,318 @@
+"""Run directories from strangers: nothing in them is executed, and each ends in a sentence, at once."""
+
+import os
+import shutil
+import sqlite3
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import germline as gl
+from germline.cli.app import app
+from germline.engine.journal import Journal
+from germline.engine.opening import open_for_replay
+from germline.engine.replay import replay, verify
+from tests.forgery import forge, make_run
+
+RECIPE = """
+from pathlib import Path
+import torch
+from torch import nn
+import germline as gl
+
+Path("executed").touch()
+
+def recipe(*, seed=0):
+    x = torch.linspace(-1, 1, 240).reshape(48, 5)
+    model = gl.seeded(seed, lambda: nn.Linear(5, 3))
+    return gl.Recipe(model, (x, x[:, :3].argmax(1)), loss=nn.functional.cross_entropy, generations=2,
+                     strategy=gl.Gradient())
+"""
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hostile") / "run"
+    make_run(path)
+    return path
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of a run, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(original, tmp_path / "run")
+    return Path("run")
+
+
+def call(*words: str) -> tuple[int, str]:
+    """Run a command; return its exit code and what it says, which must not be a traceback."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stderr
+
+
+COMMANDS = [
+    ("verify", "run"),
+    ("replay", "run", "--generation", "1", "--export", "w.safetensors"),
+    ("resume", "run", "--generations", "9"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+@pytest.mark.parametrize("strategy", ["openai-es", "gradient"])
+def test_a_recipe_that_a_header_names_is_not_called(command: tuple[str, ...], strategy: str, run: Path) -> None:
+    classes = {"openai-es": "germline.strategies.openai_es:OpenAIES", "gradient": "germline.strategies.gradient:Gradient"}
+    settings = {"command": "touch executed"}
+    names = {"recipe": "os:system", "recipe_settings": settings, "strategy": strategy}
+    forge(run, lambda header: header.update(names | {"strategy_class": classes[strategy], "settings": {}}))
+    for given in ((), ("--trust",), ("--recipe", "os:system")):
+        code, error = call(*command, *given)
+        assert code == 2
+        if command[0] == "resume" or strategy == "gradient":  # else the journal alone is read
+            said = "does not say that it returns a recipe" if given else "give it again, with --recipe, or add --trust"
+            assert said in error
+        assert not Path("executed").exists()
+        Path("w.safetensors").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_a_strategy_that_a_header_names_is_not_imported(command: tuple[str, ...], run: Path) -> None:
+    Path("evil.py").write_text("from pathlib import Path\nPath('executed').touch()\nclass Thing: pass\n")
+    sys.modules.pop("evil", None)
+    forge(run, lambda header: header.update(strategy="evil", strategy_class="evil:Thing", recipe="digits"))
+    code, error = call(*command)
+    assert (code, Path("executed").exists()) == (2, False)
+    assert "evil:Thing, which is not part of germline: give it again" in error
+    code, error = call(*command, "--trust")
+    assert (code, Path("executed").exists()) == (2, True)  # the user has asked for it
+    assert "note: --trust loads the strategy 'evil:Thing'" in error
+    assert "is not a strategy" in error
+
+
+def test_workers_of_a_resumed_run_do_not_load_what_its_header_names(run: Path) -> None:
+    """They were started with the recipe of the header before anything was refused."""
+    Path("evil.py").write_text("from pathlib import Path\nPath('executed').touch()\n")
+    forge(run, lambda header: header.update(recipe=str(Path("evil.py").resolve())))
+    code, error = call("resume", "run", "--fleet", "elastic", "--workers", "1", "--generations", "9")
+    assert code == 2
+    assert "give it again, with --recipe, or add --trust" in error
+    assert not Path("executed").exists()
+
+
+def test_a_trusted_run_goes_on_and_its_recipe_is_shown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(RECIPE)
+    assert call("train", "mine.py", "--name", "run")[0] == 0
+    Path("executed").unlink()
+    code, error = call("verify", "runs/run")
+    assert (code, Path("executed").exists()) == (2, False)
+    assert str(Path("mine.py").resolve()) in error
+    code, error = call("verify", "runs/run", "--trust")
+    assert code == 0, error
+    assert f"note: --trust loads the recipe {str(Path('mine.py').resolve())!r}" in error
+    assert Path("executed").exists()
+
+
+def test_a_function_that_is_no_recipe_is_not_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("os:system", "shutil:rmtree", "builtins:exec", "subprocess:Popen"):
+        code, error = call("train", name)
+        assert code == 2
+        assert "does not say that it returns a recipe" in error or "There is no function" in error
+
+
+def test_an_optimizer_that_a_header_names_is_one_of_torch(run: Path) -> None:
+    for name in ("torch.lr_scheduler", "torch.__init__", "os.system", "torch.Optimizer", ""):
+        forge(run, lambda header, name=name: header["settings"].update(optimizer=name))  # type: ignore[misc]
+        code, error = call("verify", "run")
+        assert (code, "optimizer" in error) == (2, True), error
+
+
+def endless(name: str, columns: str) -> list[str]:
+    rows = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT {columns} FROM n"
+    return [f"DROP TABLE {name}", f"CREATE VIEW {name} AS {rows}"]
+
+
+STATEMENTS = {
+    "header is a view that never ends": endless("header", "'{}' AS json, x'00' AS chain"),
+    "records are a view that never ends": endless(
+        "record", "i AS generation, x'' AS scores, '{}' AS schedule_values, '' AS theta, x'' AS chain, '{}' AS info, 1"
+    ),
+    "tip is a view that never ends": endless("tip", "0 AS id, i AS generation, x'00' AS chain"),
+    "a trigger": ["CREATE TRIGGER t AFTER INSERT ON record BEGIN DELETE FROM record; END"],
+    "an index": ["CREATE INDEX i ON record (theta)"],
+    "another table": ["CREATE TABLE more (id)"],
+    "no header": ["DELETE FROM header"],
+    "no tables": [f"DROP TABLE {name}" for name in ("header", "record", "outcome", "tip")],
+    "a header of bytes": ["UPDATE header SET json = x'ff'"],
+    "a header that is not JSON": ["UPDATE header SET json = 'x'"],
+}
+
+
+@pytest.mark.parametrize("what", STATEMENTS)
+def test_a_hostile_sqlite_file_gets_a_sentence(what: str, run: Path) -> None:
+    connection = sqlite3.connect(run / "journal.sqlite")
+    for statement in STATEMENTS[what]:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+    for command in (*COMMANDS, ("report", "run")):
+        code, error = call(*command)
+        assert code == 2, command
+        assert "journal.sqlite of run is not a journal" in error or "header of run is damaged" in error
+    assert not Journal.header_matches(run, {})
+
+
+def nest(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a layout of a trillion parameters": lambda h: h.update(layout=[["w", [10**12], "torch.float32", []]]),
+    "a layout of a huge number": lambda h: h.update(layout=[["w", [10**400], "torch.float32", []]]),
+    "a negative shape": lambda h: h.update(layout=[["w", [-3], "torch.float32", []]]),
+    "an empty layout": lambda h: h.update(layout=[]),
+    "a layout of numbers": lambda h: h.update(layout=[1, 2]),
+    "a type that is none": lambda h: h.update(layout=[["w", [3], "torch.nn", []]]),
+    "JSON nested too deeply": lambda h: f'{{"format": {nest(100_000)}}}',
+    "a list": lambda h: "[]",
+    "a seed that is a text": lambda h: h.update(seed="x"),
+    "a seed beyond 64 bits": lambda h: h.update(seed=1 << 70),
+    "a population of a trillion": lambda h: h["settings"].update(population=10**12),
+    "a population that is a text": lambda h: h["settings"].update(population="x"),
+    "an unknown setting": lambda h: h["settings"].update(nonsense=1),
+    "a setting that is NaN": lambda h: h["settings"].update(weight_decay=float("nan")),
+    "a strategy that is a number": lambda h: h.update(strategy=1),
+    "another format": lambda h: h.update(format=3),
+    "no initial weights": lambda h: h.update(initial_theta_sha256="0" * 64),
+    "another class": lambda h: h.update(strategy_class="germline.strategies.pso:PSO"),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_hostile_header_gets_a_sentence(what: str, run: Path) -> None:
+    forge(run, HEADERS[what])
+    for command in COMMANDS[:2]:
+        code, error = call(*command)
+        assert code == 2, command
+        assert error.startswith("error: ")
+
+
+def test_a_header_without_a_key_gets_a_sentence(original: Path, tmp_path: Path) -> None:
+    journal = Journal.open(original, read_only=True)
+    journal.close()
+    for name in set(journal.header) - {"fixed_norms"}:
+        shutil.copytree(original, tmp_path / "copy")
+        forge(tmp_path / "copy", lambda content, name=name: content.pop(name) and None)  # type: ignore[misc]
+        with pytest.raises(gl.BadInput, match="format|has no valid"):
+            verify(open_for_replay(Journal.open(tmp_path / "copy")))
+        shutil.rmtree(tmp_path / "copy")
+
+
+RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "fewer scores": lambda r: r.update(scores=r["scores"][:12]),
+    "half a score": lambda r: r.update(scores=r["scores"][:-1]),
+    "no values": lambda r: r.update(schedule_values="{}"),
+    "values that are texts": lambda r: r.update(schedule_values='{"sigma": "x", "lr": []}'),
+    "a sigma of zero": lambda r: r.update(schedule_values='{"sigma": 0, "lr": 0.1}'),
+    "values that are a list": lambda r: r.update(schedule_values="[]"),
+    "values nested too deeply": lambda r: r.update(schedule_values=f'{{"sigma": {nest(100_000)}}}'),
+    "no times": lambda r: r.update(info="{}"),
+    "times that are texts": lambda r: r.update(info='{"seconds": "x", "samples": 1, "bytes": [0, 0]}'),
+    "metrics that are texts": lambda r: r.update(
+        info='{"seconds": 1, "samples": 1, "bytes": [0, 0], "metrics": {"dev_loss": "<script>"}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("what", RECORDS)
+def test_a_hostile_record_gets_a_sentence(what: str, run: Path) -> None:
+    forge(run, record=RECORDS[what])
+    with pytest.raises(gl.BadInput, match=r"run"):
+        session = open_for_replay(Journal.open(run))
+        replay(session)
+
+
+SNAPSHOTS: dict[str, Callable[[Path], Any]] = {
+    "a pickle": lambda file: torch.save({"theta": torch.zeros(3)}, file),
+    "an empty file": lambda file: file.write_bytes(b""),
+    "a header of exabytes": lambda file: file.write_bytes((1 << 62).to_bytes(8, "little") + b"{}"),
+    "no metadata": lambda file: save_file({"theta": torch.zeros(39)}, file),
+    "a tree nested too deeply": lambda file: save_file(
+        {"theta": torch.zeros(39)}, file, {"tree": nest(100_000), "sha256": "", "chain": ""}
+    ),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("what", SNAPSHOTS)
+def test_a_hostile_snapshot_gets_a_sentence(what: str, run: Path) -> None:
+    expected = verify(open_for_replay(Journal.open(run)))["theta_sha256"]
+    SNAPSHOTS[what](run / "snapshots" / "00000004.safetensors")
+    session = open_for_replay(Journal.open(run))
+    replay(session, until=6)  # from the snapshot before
+    assert gl.genome.theta_sha256(session.state.theta) == expected
+    (run / "snapshots" / "00000006.safetensors").unlink()
+    SNAPSHOTS[what](run / "snapshots" / "00000000.safetensors")
+    with pytest.raises(gl.BadInput, match="run"):
+        replay(open_for_replay(Journal.open(run)), until=2)
+
+
+def test_odd_file_names_do_no_harm(run: Path) -> None:
+    for name in ("²", "00000001x", "-1", "١", "9" * 200, " 3"):
+        (run / "snapshots" / f"{name}.safetensors").write_bytes(b"")
+    code, error = call("verify", "run")
+    assert code == 2
+    assert "but 9999" in error  # a snapshot of a generation that is not in the journal
+    (run / "snapshots" / f"{'9' * 200}.safetensors").unlink()
+    assert call("verify", "run")[0] == 0
+    odd = Path("what?#%41 \x1b[31m;'\n")
+    run.rename(odd)
+    assert call("verify", str(odd))[0] == 0
+    (odd / "journal.sqlite").unlink()
+    code, error = call("verify", str(odd))
+    assert (code, "\x1b" in error) == (2, False)
+    code, error = call("verify", b"\xff".decode(errors="surrogateescape"))
+    assert (code, "is not valid UTF-8" in error) == (2, True)
+
+
+def test_a_journal_copied_without_its_write_ahead_log_is_noticed(tmp_path: Path) -> None:
+    from tests.test_journal import start
+
+    session = start(tmp_path / "run")
+    for _ in range(8):
+        session.step()
+    assert (tmp_path / "run" / "journal.sqlite-wal").stat().st_size  # the run goes on, or was killed
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    shutil.copytree(tmp_path / "run", tmp_path / "part", ignore=shutil.ignore_patterns("*-wal", "*-shm"))
+    assert verify(open_for_replay(Journal.open(tmp_path / "whole")))["generations"] == 8
+    with pytest.raises(gl.BadInput, match=r"but 8 were written: copy the run again, with journal\.sqlite-wal"):
+        verify(open_for_replay(Journal.open(tmp_path / "part")))
+
+
+def test_a_snapshot_beyond_the_end_of_the_journal_is_noticed(run: Path) -> None:
+    shutil.copy(run / "snapshots" / "00000004.safetensors", run / "snapshots" / "00000011.safetensors")
+    code, error = call("verify", "run")
+    assert (code, "has 6 generations, but 11 were written" in error) == (2, True)
+
+
+def test_a_report_escapes_what_a_stranger_wrote(run: Path) -> None:
+    mark = "<script>alert(1)</script>"
+    forge(run, lambda header: header.update(command=mark, recipe=mark, machine=mark))
+    assert call("report", "run")[0] == 0
+    assert mark not in (run / "report.html").read_text()
+
+
+def test_every_forged_run_that_is_right_still_replays(run: Path, original: Path) -> None:
+    """Otherwise the tests above would pass for a forgery that is always refused."""
+    forge(run)
+    hashes = [verify(open_for_replay(Journal.open(path)))["theta_sha256"] for path in (run, original)]
+    assert hashes[0] == hashes[1]
