@@ -1,5 +1,6 @@
-"""Facts about this machine: its processor and its memory, as far as its system says."""
+"""Facts about this machine: its processor, its memory and its arithmetic, as far as its system says."""
 
+import ctypes
 import os
 import platform
 import sys
@@ -15,6 +16,20 @@ def processor_name() -> str:
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def product_mode() -> str | None:
+    """Return MKL's mode of reproducible matrix products in this process, or None where torch has no MKL.
+
+    Importing Germline asks for the mode AUTO by the variable MKL_CBWR. MKL reads it at its first call and cannot be
+    told later: a product that comes before leaves the mode OFF, in which last bits depend on the alignment of memory.
+    """
+    library = next((Path(torch.__file__).parent / "lib").glob("*torch_cpu.[sd]*"), None)
+    try:
+        branch = ctypes.CDLL(str(library)).mkl_serv_cbwr_get(1)
+    except (OSError, AttributeError):
+        return None
+    return {1: "OFF", 2: "AUTO", 3: "COMPATIBLE"}.get(branch, f"branch {branch}")
 
 
 def available_memory(device: torch.device) -> int:

@@ -22,7 +22,9 @@ def make_run(path: Path, strategy: Any = None, generations: int = 6) -> str:
     model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
     strategy = strategy or gl.OpenAIES(population=8)
     settings: dict[str, Any] = {"generations": generations, "snapshot_every": 4, "evaluate_every": 3, "run": path}
-    result = gl.train(model, (x, x[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=16, strategy=strategy, **settings)
+    result = gl.train(
+        model, (x, x[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=16, strategy=strategy, **settings
+    )
     return str(result.summary["theta_sha256"])
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from germline.cli.app import app
 from germline.engine.journal import Journal
 from germline.engine.opening import open_for_replay
 from germline.engine.replay import replay, verify
+from germline.machine import product_mode
 from tests.forgery import forge, make_run
 
 RECIPE = """
@@ -68,7 +70,10 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("strategy", ["openai-es", "gradient"])
 def test_a_recipe_that_a_header_names_is_not_called(command: tuple[str, ...], strategy: str, run: Path) -> None:
-    classes = {"openai-es": "germline.strategies.openai_es:OpenAIES", "gradient": "germline.strategies.gradient:Gradient"}
+    classes = {
+        "openai-es": "germline.strategies.openai_es:OpenAIES",
+        "gradient": "germline.strategies.gradient:Gradient",
+    }
     settings = {"command": "touch executed"}
     names = {"recipe": "os:system", "recipe_settings": settings, "strategy": strategy}
     forge(run, lambda header: header.update(names | {"strategy_class": classes[strategy], "settings": {}}))
@@ -211,7 +216,7 @@ def test_a_header_without_a_key_gets_a_sentence(original: Path, tmp_path: Path) 
     for name in set(journal.header) - {"fixed_norms"}:
         shutil.copytree(original, tmp_path / "copy")
         forge(tmp_path / "copy", lambda content, name=name: content.pop(name) and None)  # type: ignore[misc]
-        with pytest.raises(gl.BadInput, match="format|has no valid"):
+        with pytest.raises(gl.BadInput, match=r"format|has no valid"):
             verify(open_for_replay(Journal.open(tmp_path / "copy")))
         shutil.rmtree(tmp_path / "copy")
 
@@ -235,9 +240,8 @@ RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("what", RECORDS)
 def test_a_hostile_record_gets_a_sentence(what: str, run: Path) -> None:
     forge(run, record=RECORDS[what])
-    with pytest.raises(gl.BadInput, match=r"run"):
-        session = open_for_replay(Journal.open(run))
-        replay(session)
+    with pytest.raises(gl.BadInput, match="run"):
+        replay(open_for_replay(Journal.open(run)))
 
 
 SNAPSHOTS: dict[str, Callable[[Path], Any]] = {
@@ -267,7 +271,7 @@ def test_a_hostile_snapshot_gets_a_sentence(what: str, run: Path) -> None:
 
 
 def test_odd_file_names_do_no_harm(run: Path) -> None:
-    for name in ("²", "00000001x", "-1", "١", "9" * 200, " 3"):
+    for name in ("²", "00000001x", "-1", "\N{ARABIC-INDIC DIGIT ONE}", "9" * 200, " 3"):
         (run / "snapshots" / f"{name}.safetensors").write_bytes(b"")
     code, error = call("verify", "run")
     assert code == 2
@@ -316,3 +320,89 @@ def test_every_forged_run_that_is_right_still_replays(run: Path, original: Path)
     forge(run)
     hashes = [verify(open_for_replay(Journal.open(path)))["theta_sha256"] for path in (run, original)]
     assert hashes[0] == hashes[1]
+
+
+PRODUCT = "import torch\ntorch.ones(8, 8) @ torch.ones(8, 8)\n"
+TRAIN = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+import germline as gl
+from germline.machine import product_mode
+x = torch.randn(64, 33, generator=torch.Generator().manual_seed(0))
+model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3)))
+place = {"resume" if Path(sys.argv[1]).exists() else "run": sys.argv[1]}
+result = gl.train(model, (x, x[:, :3].argmax(1)), loss=nn.functional.cross_entropy, batch_size=16,
+                  strategy=gl.Gradient(), generations=int(sys.argv[2]), **place)
+print(product_mode(), result.header["products"], result.summary["theta_sha256"])
+"""
+
+
+def run_script(script: str, *words: str, **variables: str) -> tuple[str, str]:
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"} | variables
+    command = [sys.executable, "-c", script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return done.stdout.strip(), done.stderr.strip().rpartition("\n")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(product_mode() is None, reason="torch has no MKL here")
+def test_a_product_before_the_import_is_recorded_and_named_as_the_cause(tmp_path: Path) -> None:
+    """Backprop has other last bits then; such a run could not be resumed, and nothing said why."""
+    run = str(tmp_path / "run")
+    assert run_script(TRAIN, str(tmp_path / "auto"), "12")[0].startswith("AUTO AUTO ")
+    straight, _ = run_script(PRODUCT + TRAIN, str(tmp_path / "straight"), "12")
+    assert straight.startswith("OFF OFF ")
+    run_script(PRODUCT + TRAIN, run, "6")
+    (tmp_path / "run" / "snapshots" / "00000006.safetensors").unlink()
+    shutil.copytree(run, tmp_path / "copy")
+    output, error = run_script(TRAIN, run, "12")
+    if not output:  # the bits differ on this processor
+        assert "its matrix products are in MKL's mode OFF, those of this process in AUTO" in error
+        assert "a matrix product came before import germline there: set MKL_CBWR=''" in error
+    again, error = run_script(TRAIN, str(tmp_path / "copy"), "12", MKL_CBWR="")
+    assert again == straight, error
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "does not hold for RANK=5, WORLD_SIZE=2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a whole number of at least 0, not 'x'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "does not hold for RANK=0, WORLD_SIZE=0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "x"}, "MASTER_PORT must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=3"),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK=2"),
+        ({"SLURM_PROCID": "9", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, "SLURM_PROCID=9"),
+    ],
+)
+def test_wrong_ranks_get_a_sentence(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", **variables}.items():
+        monkeypatch.setenv(name, value)
+    code, error = call("train", "digits", "--fleet", "spmd")
+    assert (code, message in error) == (2, True), error
+
+
+def test_two_unnamed_runs_at_once_get_two_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    inner: list[Any] = []
+
+    def train(**more: Any) -> gl.Result:
+        model = torch.nn.Linear(2, 1)
+        return gl.train(model, objective=lambda net: net.bias.item() ** 2, generations=1, **more)
+
+    create = Journal.create
+
+    def create_late(*arguments: Any, **more: Any) -> Journal:
+        monkeypatch.setattr(Journal, "create", create)
+        inner.append(train())  # a run that starts after this one has chosen its name, and before it has taken it
+        return create(*arguments, **more)
+
+    monkeypatch.setattr(Journal, "create", create_late)
+    outer = train()
+    assert [str(inner[0].run), str(outer.run)] == ["runs/linear", "runs/linear-2"]
+    assert outer.summary["run"] == "runs/linear-2"
+    with pytest.raises(gl.BadInput, match="exists already"):
+        train(run="runs/linear")

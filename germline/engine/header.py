@@ -13,7 +13,7 @@ import torch
 from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.genome import frozen_sha256, theta_sha256
-from germline.machine import processor_name
+from germline.machine import processor_name, product_mode
 from germline.optim.schedules import Schedule
 from germline.recipes import Recipe
 from germline.strategies import STRATEGIES, AnyStrategy, class_path, is_built_in
@@ -49,6 +49,7 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
         "launch": fleet.launch_name,
         "versions": {"germline": __version__, "torch": torch.__version__, "numpy": np.__version__},
         "machine": f"{platform.system()} {platform.machine()}, {processor_name()}, Python {platform.python_version()}",
+        "products": product_mode(),
         "command": about.get("command"),
         "stop": about.get("stop", {}),
         "keep": about.get("keep", "last"),

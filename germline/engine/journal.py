@@ -46,7 +46,7 @@ CREATE TABLE tip (id INTEGER PRIMARY KEY CHECK (id = 0), generation INTEGER NOT 
 HEADER: dict[str, Any] = {  # what every header has, and of which type it is
     **dict.fromkeys(("strategy", "strategy_class", "frozen_sha256", "initial_theta_sha256", "device", "machine"), str),
     **dict.fromkeys(("recipe_settings", "settings", "data", "plan", "versions", "stop"), dict),
-    **dict.fromkeys(("recipe", "launch", "command"), str | None),
+    **dict.fromkeys(("recipe", "launch", "command", "products"), str | None),
     **dict.fromkeys(("is_portable", "maximize", "shuffle"), bool),
     **dict.fromkeys(("seed", "processes"), int),
     "batch_size": int | None,

@@ -260,6 +260,7 @@ def run_facts(session: Session, header: Mapping[str, Any]) -> dict[str, Any]:
         "limit at which to stop": header["stop"],
         "choice of the weights to keep": header["keep"],
         "noise on its device": noise.field_digest(device),
+        "mode of MKL (import germline before the first matrix product)": header["products"] == "OFF",
         "recipe": [header["recipe"], header["recipe_settings"], header["batch_size"], header["maximize"]],
         "strategy": [header["strategy"], header["settings"], header["seed"]],
         "model (names, shapes or types of its parameters)": header["layout"],

@@ -8,6 +8,7 @@ from germline.engine.journal import PROBE, Journal, Record, content_sha256
 from germline.engine.session import Session
 from germline.errors import BadInput, count
 from germline.genome import theta_sha256
+from germline.machine import product_mode
 from germline.strategies import pack
 
 
@@ -72,10 +73,21 @@ def skip_to_snapshot(session: Session, generation: int, length: int, journal: Jo
     """Go on from the next snapshot, where backprop has other last bits than on the machine that wrote the journal."""
     later = [number for number in journal.snapshots() if generation <= number <= length]
     if not later:
-        message = f"Generation {generation} of {journal.path} has other weights here: backprop has other last bits"
-        raise BadInput(f"{message} on this machine, and there is no snapshot up to generation {length}.")
+        message = f"Generation {generation} of {journal.path} has other weights here: {find_cause(journal)}"
+        raise BadInput(f"{message} (there is no snapshot up to generation {length} either).")
     session.state = journal.load(session.state, later[0], session.scorer.device)
     return later[0]
+
+
+def find_cause(journal: Journal) -> str:
+    """Return why backprop has other last bits here than in the run."""
+    there, here = journal.header["products"], product_mode()
+    if there == here:
+        return "backprop has other last bits on this machine"
+    advice = "import germline before the first matrix product" if here == "OFF" else f"set MKL_CBWR={there}"
+    if there == "OFF":  # MKL has no name for it
+        advice = "a matrix product came before import germline there: set MKL_CBWR='', an empty text"
+    return f"its matrix products are in MKL's mode {there}, those of this process in {here}; {advice}"
 
 
 def apply_probe(session: Session, record: Record) -> None:
@@ -103,7 +115,9 @@ def verify(session: Session) -> dict[str, Any]:
         fold(session, record)
         session.generation = record.result.generation + 1
         if record.theta_sha256 is not None and record.theta_sha256 != theta_sha256(session.state.theta):
-            raise BadInput(f"Generation {session.generation} of {journal.path} replays to other weights than it had.")
+            message = f"Generation {session.generation} of {journal.path} replays to other weights than it had"
+            cause = f": {find_cause(journal)}" if journal.header["products"] != product_mode() else ""
+            raise BadInput(f"{message}{cause}.")
         if session.generation in snapshots:
             saved = journal.load(template, session.generation, device)
             if content_sha256(*pack(saved)) != content_sha256(*pack(session.state)):

@@ -69,32 +69,43 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
         name = f"torchrun {env['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent} {start_time(agent)}"
     numbers = read_numbers(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Launch("torchrun", *numbers, env["MASTER_ADDR"], int(env["MASTER_PORT"]), agent_store, name)
+    return Launch("torchrun", *numbers, env["MASTER_ADDR"], read_number(env, "MASTER_PORT"), agent_store, name)
 
 
 def read_mpirun(env: Mapping[str, str]) -> Launch:
-    numbers = read_numbers(env, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
     if "OMPI_COMM_WORLD_RANK" in env:
-        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-        numbers = read_numbers(env, *(f"OMPI_COMM_WORLD_{name}" for name in names))
+        names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    numbers = read_numbers(env, *names)
     _, size, _, local_size = numbers
     address = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or str(os.getppid())
-    return Launch("mpirun", *numbers, address, int(env.get("MASTER_PORT") or derive_port(job)))
+    return Launch("mpirun", *numbers, address, read_number(env, "MASTER_PORT") or derive_port(job))
 
 
 def read_srun(env: Mapping[str, str]) -> Launch:
     numbers = read_numbers(env, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
     job = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "127.0.0.1"
-    address, port = env.get("MASTER_ADDR") or first_node(nodes), int(env.get("MASTER_PORT") or derive_port(job))
+    address, port = env.get("MASTER_ADDR") or first_node(nodes), read_number(env, "MASTER_PORT") or derive_port(job)
     return Launch("srun", *numbers, address, port, name=f"srun {job}")
 
 
 def read_numbers(env: Mapping[str, str], *names: str) -> tuple[int, int, int, int]:
     """Return the rank, the number of ranks, and both on this machine, from the variables that hold them."""
-    rank, size, local_rank, local_size = (int(env.get(name) or 0) for name in names)
+    rank, size, local_rank, local_size = (read_number(env, name) for name in names)
+    if rank >= size or (local_size and local_rank >= local_size):
+        found = ", ".join(f"{name}={env.get(name)}" for name in names if name in env)
+        raise BadInput(f"The ranks of N processes are 0 to N - 1, which does not hold for {found}: check the launcher.")
     return rank, size, local_rank, local_size
+
+
+def read_number(env: Mapping[str, str], name: str) -> int:
+    """Return the value of a variable that a launcher has set, or 0 if it has not."""
+    text = env.get(name) or "0"
+    if not (text.isascii() and text.isdecimal()):
+        raise BadInput(f"The variable {name} must be a whole number of at least 0, not {text!r}: check the launcher.")
+    return int(text)
 
 
 def first_node(nodes: str) -> str:
