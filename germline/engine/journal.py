@@ -46,7 +46,7 @@ CREATE TABLE tip (id INTEGER PRIMARY KEY CHECK (id = 0), generation INTEGER NOT 
 HEADER: dict[str, Any] = {  # what every header has, and of which type it is
     **dict.fromkeys(("strategy", "strategy_class", "frozen_sha256", "initial_theta_sha256", "device", "machine"), str),
     **dict.fromkeys(("recipe_settings", "settings", "data", "plan", "versions", "stop"), dict),
-    **dict.fromkeys(("recipe", "launch", "command", "products"), str | None),
+    **dict.fromkeys(("recipe", "launch", "command"), str | None),
     **dict.fromkeys(("is_portable", "maximize", "shuffle"), bool),
     **dict.fromkeys(("seed", "processes"), int),
     "batch_size": int | None,
@@ -136,10 +136,11 @@ class Journal:
                 f"The journal of {path} is damaged ({str(status[0][0]).splitlines()[0]}): restore it from a copy."
             )
         if (header.get("format"), header.get("noise_version")) != (FORMAT, noise.VERSION):
-            found = f"format {header.get('format')} with noise version {header.get('noise_version')}"
-            message = f"{path} has {found}, but this germline reads format {FORMAT} and noise {noise.VERSION}"
+            format_found = f"format {header.get('format')} with noise version {header.get('noise_version')}"
+            message = f"{path} has {format_found}, but this germline reads format {FORMAT} and noise {noise.VERSION}"
             versions = header.get("versions")
-            raise BadInput(f"{message}: use germline {versions.get('germline') if has_type(versions, dict) else '?'}.")
+            version = versions.get("germline") if isinstance(versions, dict) else "of that format"
+            raise BadInput(f"{message}: use germline {version}.")
         for name, kind in HEADER.items():
             if not has_type(header.get(name), kind) or name not in header:
                 raise BadInput(f"The header of {path} has no valid {name}: restore the run from a copy.")
@@ -396,7 +397,7 @@ def is_like(state: Any, template: Any) -> bool:
 
 
 def name_directory(partial: Path, path: Path, is_named: bool) -> Path:
-    """Give a complete directory its path or, if it has not been named, the first free one; return the path."""
+    """Rename a complete directory to its path or, if the user has not named it, to the first free one; return it."""
     while True:
         try:
             return partial.rename(path)

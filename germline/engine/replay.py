@@ -74,14 +74,15 @@ def skip_to_snapshot(session: Session, generation: int, length: int, journal: Jo
     later = [number for number in journal.snapshots() if generation <= number <= length]
     if not later:
         message = f"Generation {generation} of {journal.path} has other weights here: {find_cause(journal)}"
-        raise BadInput(f"{message} (there is no snapshot up to generation {length} either).")
+        raise BadInput(f"{message}, and there is no snapshot up to generation {length}.")
     session.state = journal.load(session.state, later[0], session.scorer.device)
     return later[0]
 
 
 def find_cause(journal: Journal) -> str:
     """Return why backprop has other last bits here than in the run."""
-    there, here = journal.header["products"], product_mode()
+    here = product_mode()
+    there = journal.header.get("products", here)
     if there == here:
         return "backprop has other last bits on this machine"
     advice = "import germline before the first matrix product" if here == "OFF" else f"set MKL_CBWR={there}"
@@ -116,8 +117,7 @@ def verify(session: Session) -> dict[str, Any]:
         session.generation = record.result.generation + 1
         if record.theta_sha256 is not None and record.theta_sha256 != theta_sha256(session.state.theta):
             message = f"Generation {session.generation} of {journal.path} replays to other weights than it had"
-            cause = f": {find_cause(journal)}" if journal.header["products"] != product_mode() else ""
-            raise BadInput(f"{message}{cause}.")
+            raise BadInput(f"{message}: {find_cause(journal)}.")
         if session.generation in snapshots:
             saved = journal.load(template, session.generation, device)
             if content_sha256(*pack(saved)) != content_sha256(*pack(session.state)):

@@ -95,8 +95,9 @@ def read_numbers(env: Mapping[str, str], *names: str) -> tuple[int, int, int, in
     """Return the rank, the number of ranks, and both on this machine, from the variables that hold them."""
     rank, size, local_rank, local_size = (read_number(env, name) for name in names)
     if rank >= size or (local_size and local_rank >= local_size):
-        found = ", ".join(f"{name}={env.get(name)}" for name in names if name in env)
-        raise BadInput(f"The ranks of N processes are 0 to N - 1, which does not hold for {found}: check the launcher.")
+        variables = ", ".join(f"{name}={env.get(name)}" for name in names if name in env)
+        message = f"The ranks of N processes are 0 to N - 1, which does not hold for {variables}"
+        raise BadInput(f"{message}: check the launcher.")
     return rank, size, local_rank, local_size
 
 
