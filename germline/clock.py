@@ -1,8 +1,9 @@
 """A clock for each kind of work: the seconds that a generation spends on noise, forward passes and the like."""
 
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -37,6 +38,12 @@ class Clock:
                 self.seconds[part] = self.seconds.get(part, 0.0) + elapsed - self.thread.nested
             self.thread.nested = outer_nested + elapsed
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds that another process has measured."""
+        with self.lock:
+            for part, more in seconds.items():
+                self.seconds[part] = self.seconds.get(part, 0.0) + more
+
     def pop_seconds(self) -> dict[str, float]:
         """Return the seconds of each part since the last call, and start again from 0."""
         with self.lock:
@@ -45,3 +52,6 @@ class Clock:
 
 
 clock = Clock()  # of this process
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=clock.__init__)  # type: ignore[misc]  # another thread may have held its lock

@@ -10,12 +10,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from germline.errors import BadInput
 from germline.fleet.gradients import Scores, average_scores, sum_in_order, weigh_gradient
+from germline.fleet.pool import CAN_FORK, FORK_AFTER, find_pool
 from germline.objective import Batch, seeded_generators
-from germline.population import ALL_BLOCKS, Evaluator, exact_arithmetic, keep_memory, single_threaded_torch
+from germline.population import (
+    ALL_BLOCKS,
+    Evaluator,
+    Generation,
+    exact_arithmetic,
+    is_only_thread,
+    keep_memory,
+    single_threaded_torch,
+)
 from germline.strategies import AnyStrategy, Candidates, GenerationResult, Wire
 from germline.strategies.state import map_arrays
 
@@ -28,8 +38,8 @@ class Executor:
     """Runs work in this process.
 
     Attributes:
-        workers: The number of threads that share blocks of members on a CPU. By default as many as torch has threads,
-            and one for an objective of the whole model, which may be a simulator.
+        workers: The number of threads or processes that share blocks of members on a CPU. By default as many as torch
+            has threads, and one for an objective of the whole model, which may be a simulator.
     """
 
     workers: int | None = None
@@ -59,18 +69,36 @@ class Executor:
                 return recording.scores(candidates, batch).cpu().numpy()
             if evaluator.device.type != "cpu":
                 return evaluator.scores(candidates, population, batch, share).cpu().numpy()
-            blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
             keep_memory()
-            scores = run_on_threads(lambda members: evaluator.score_block(generation, members), blocks, threads)
-        return np.concatenate(scores)
+            blocks, generation = evaluator.blocks(population)[share], evaluator.generation(candidates, batch)
+            return self.score_on_cores(evaluator, generation, blocks, min(threads, len(blocks)))
+
+    def score_on_cores(
+        self, evaluator: Evaluator, generation: Generation, blocks: list[NDArray[np.int64]], workers: int
+    ) -> Scores:
+        """Return the scores of some blocks: by threads at first, and by forked processes if there is much to do.
+
+        Threads start at once, and compile the kernels that processes inherit. Hooks are functions that collect what
+        they see, in this process. A simulator that several threads would share is used by processes from the start.
+        """
+        pool, of_model = find_pool(evaluator), evaluator.objective.of_model
+        is_worth_forking = (of_model or pool.seconds >= FORK_AFTER) and not (evaluator.has_hooks or pool.is_broken)
+        if CAN_FORK and workers > 1 and is_worth_forking and (pool.children or is_only_thread(evaluator.device)):
+            scores = pool.score(evaluator, generation, np.stack(blocks), workers)
+            if scores is not None:
+                return scores
+        if workers > 1:
+            evaluator.objective.warn_of_threads()
+        started = time.perf_counter()
+        of_blocks = run_on_threads(lambda members: evaluator.score_block(generation, members), blocks, workers)
+        pool.seconds += time.perf_counter() - started
+        return np.concatenate(of_blocks)
 
     def count_threads(self, evaluator: Evaluator) -> int:
-        """Return how many threads may run the module's code at once; call this outside ``single_threaded_torch``.
+        """Return how many blocks may be evaluated at once; call this outside ``single_threaded_torch``.
 
         A function of the whole model is the user's own code: it is called by one thread unless workers are asked for.
         """
-        if self.workers is not None and self.workers > 1:
-            evaluator.objective.warn_of_threads()
         is_alone = evaluator.device.type != "cpu" or evaluator.objective.of_model or evaluator.has_hooks
         return self.workers or (1 if is_alone else torch.get_num_threads())
 

@@ -6,6 +6,7 @@ at aligned addresses, by a plan that is chosen once for the run and stands in it
 """
 
 from germline.population.block import Generation
+from germline.population.buffers import ALIGNMENT
 from germline.population.check import (
     SURVIVAL,
     choose_dtype,
@@ -16,7 +17,7 @@ from germline.population.check import (
     score_first_members,
 )
 from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy
-from germline.population.isolation import exact_arithmetic, keep_memory, single_threaded_torch
+from germline.population.isolation import exact_arithmetic, is_only_thread, keep_memory, single_threaded_torch
 from germline.population.members import Call, Members, catch_first_call
 from germline.population.norms import fixed_norms, refresh_statistics, set_fixed_norms
 from germline.population.plan import METHODS, DType, Plan, PlanChoice, SlowPath, block_size, even_block

@@ -33,6 +33,16 @@ holders: Counter[str] = Counter()  # threads in exact_arithmetic, by the type of
 restore: defaultdict[str, ExitStack] = defaultdict(ExitStack)  # what the last of them does
 
 
+def renew_locks() -> None:
+    """Make the locks anew in a forked process: a thread that it does not have may have held them."""
+    global generators_lock, settings_lock
+    generators_lock, settings_lock = threading.Lock(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=renew_locks)
+
+
 @contextmanager
 def exact_arithmetic(device: torch.device) -> Iterator[None]:
     """Switch off TF32, kernels that are chosen by timing, autocast and the fast path of attention.
@@ -56,6 +66,11 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
             holders[kind] -= 1
             if not holders[kind]:
                 restore[kind].close()
+
+
+def is_only_thread(device: torch.device) -> bool:
+    """Return whether no other thread is in ``exact_arithmetic`` for this kind of device."""
+    return holders[device.type] <= 1
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,9 +65,15 @@ class Offspring(Candidates):
 def describe_offspring(
     state: Any, field: Field, generation: int, members: Callable[[Any, NDArray[np.int64], int], Tensor]
 ) -> Offspring:
-    """Describe members that are made by a function of (a State cut to some columns, members, the first column)."""
+    """Describe members that are made by a function of (a State cut to some columns, members, the first column).
 
-    def make(some: NDArray[np.int64], low: int, high: int) -> Tensor:
-        return members(slice_columns(state, low, high), some, low)
+    A function that can be pickled (a partial method, not a closure) is sent to the processes of a machine fastest.
+    """
+    return Offspring(field, generation, state.theta, 0.0, make=partial(make_columns, state, members))
 
-    return Offspring(field, generation, state.theta, 0.0, make=make)
+
+def make_columns(
+    state: Any, members: Callable[[Any, NDArray[np.int64], int], Tensor], some: NDArray[np.int64], low: int, high: int
+) -> Tensor:
+    """Return the parameters low to high of some members."""
+    return members(slice_columns(state, low, high), some, low)

@@ -12,7 +12,7 @@ Such et al., "Deep Neuroevolution", 2017, is the case without crossover.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -104,13 +104,10 @@ class GA(Strategy[State]):
         return {"sigma": sigma}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def members(some: State, members: NDArray[np.int64], start: int) -> Tensor:
-            return self.members(some, field, generation, values["sigma"], members, start)
-
-        return describe_offspring(state, field, generation, members)
+        return describe_offspring(state, field, generation, partial(self.members, field, generation, values["sigma"]))
 
     def members(
-        self, state: State, field: Field, generation: int, sigma: float, members: NDArray[np.int64], start: int
+        self, field: Field, generation: int, sigma: float, state: State, members: NDArray[np.int64], start: int
     ) -> Tensor:
         """Return some members of a generation, elites first, in the columns that the State holds."""
         parents, device = state.parents, state.parents.device
@@ -145,7 +142,7 @@ class GA(Strategy[State]):
             return state
         finite = int(np.isfinite(result.scores).sum())
         best = rank_members(result.scores, maximize=maximize)[: min(self.parents, finite)]
-        parents = self.members(state, field, result.generation, result.values["sigma"], best, start)
+        parents = self.members(field, result.generation, result.values["sigma"], state, best, start)
         return State(parents, state.size)
 
 

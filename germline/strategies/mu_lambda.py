@@ -12,7 +12,7 @@ the last members of a generation; with ``rescore=false`` their old scores drift 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -114,14 +114,10 @@ class MuLambda(Strategy[State]):
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         sigmas = self.step_sizes(state, field, generation)
-
-        def members(some: State, members: NDArray[np.int64], start: int) -> Tensor:
-            return self.members(some, field, generation, sigmas, members, start)
-
-        return describe_offspring(state, field, generation, members)
+        return describe_offspring(state, field, generation, partial(self.members, field, generation, sigmas))
 
     def members(
-        self, state: State, field: Field, generation: int, sigmas: list[float], members: NDArray[np.int64], start: int
+        self, field: Field, generation: int, sigmas: list[float], state: State, members: NDArray[np.int64], start: int
     ) -> Tensor:
         """Return some members of a generation, children first, in the columns that the State holds."""
         parents, device = state.parents, state.parents.device
@@ -166,7 +162,7 @@ class MuLambda(Strategy[State]):
         best = rank_members(scores, maximize=True)[: min(self.parents, int(np.isfinite(scores).sum()))]
         chosen = numbers[best]
         members = np.where(chosen < 0, count - 1 - chosen, chosen)  # parents come after the children
-        parents = self.members(state, field, generation, sigmas, members, start)
+        parents = self.members(field, generation, sigmas, state, members, start)
         step_sizes = tuple(state.sigmas[-1 - n] if n < 0 else sigmas[n] for n in chosen.tolist())
         if self.adaptation == "fifth":
             step_sizes = (self.adapt_by_success(state, good, field, generation),) * len(chosen)

@@ -12,6 +12,7 @@ compared, so old scores drift toward the mean of the swarm by ``decay``.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -98,12 +99,9 @@ class PSO(Strategy[State]):
         return {"inertia": inertia}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        def members(some: State, members: NDArray[np.int64], start: int) -> Tensor:
-            return self.members(some, field, generation, members, start)
+        return describe_offspring(state, field, generation, partial(self.members, field, generation))
 
-        return describe_offspring(state, field, generation, members)
-
-    def members(self, state: State, field: Field, generation: int, members: NDArray[np.int64], start: int) -> Tensor:
+    def members(self, field: Field, generation: int, state: State, members: NDArray[np.int64], start: int) -> Tensor:
         """Return the positions of some particles, in the columns that the State holds."""
         if state.positions is not None:
             return state.positions[as_tensor(members, state.start.device)]
@@ -115,7 +113,7 @@ class PSO(Strategy[State]):
         if not np.isfinite(result.scores).any():
             return state
         swarm, device = np.arange(self.population), state.start.device
-        x = self.members(state, field, result.generation, swarm, start)
+        x = self.members(field, result.generation, state, swarm, start)
         new = goodness(result.scores, maximize)
         old = self.drift_scores(state, new)
         better = as_tensor(new > old, device)

@@ -1,0 +1,358 @@
+"""Forked processes that evaluate blocks of members, so that the Python code of several blocks runs at the same time.
+
+The Python code of a block holds the interpreter lock, so threads keep about two cores busy. A forked process has the
+module, the objective and the first generation's inputs from the start. What later generations need (the center, the
+batch) is copied to memory that all processes share. A child takes the number of a block from a pipe, writes the scores
+to the shared memory and takes the next number.
+
+A child evaluates a block exactly as a thread does, so the bits are the same.
+"""
+
+import gc
+import io
+import mmap
+import os
+import pickle
+import signal
+import struct
+import sys
+import threading
+import time
+import warnings
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from germline.clock import clock
+from germline.fleet.gradients import Scores
+from germline.objective import seeded_generators
+from germline.population import ALIGNMENT, Evaluator, Generation
+
+CAN_FORK = sys.platform == "linux"  # elsewhere there is no fork, or system libraries fail in a forked process
+FORK_AFTER = 0.25  # seconds of work on threads, after which processes are worth their start
+IDLE_SECONDS = 30.0  # after which a child without work ends
+ROOM = 2  # the size of the shared memory, in sizes of the first generation's inputs
+MAX_SHARED_BYTES = 1 << 30  # larger inputs are not copied: threads share them
+SCORE_BYTES = 4
+MAX_TICKETS = 4096  # they fit into a pipe
+TICKET, END = struct.Struct("i"), -1  # END follows the numbers of all blocks, once for each child
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+Blocks = NDArray[np.int64]  # the members of each block: (blocks, members)
+
+
+class LostChildError(Exception):
+    """A child has ended in the middle of a generation."""
+
+
+@dataclass
+class Report:
+    """What a child reports of its part of a generation."""
+
+    seconds: dict[str, float]
+    warnings: list[tuple[Any, ...]]  # arguments of warn_explicit
+    failure: tuple[int, BaseException] | None  # the number of a block, and what its evaluation raised
+
+
+class Part(NamedTuple):
+    """A part of what children need, and its place in the shared memory."""
+
+    start: int
+    content: memoryview
+
+
+@dataclass(eq=False)
+class Pool:
+    """The children that evaluate blocks for one evaluator; they are forked when they are first needed."""
+
+    seconds: float = 0.0  # of work on threads, before there are children
+    children: dict[Connection, int] = field(default_factory=dict)  # process ids by connection
+    ticket_pipe: tuple[int, ...] = ()
+    memory: memoryview = field(default_factory=lambda: memoryview(b""))  # shared with the children
+    last_used: float = 0.0
+    is_broken: bool = False  # whether children cannot do the work
+    shown: dict[Any, Any] = field(default_factory=dict)  # the registry of the children's warnings
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def score(self, evaluator: Evaluator, generation: Generation, blocks: Blocks, size: int) -> Scores | None:
+        """Return the scores of some blocks, one block after the other, or None if children cannot compute them.
+
+        Args:
+            evaluator: evaluates a block; the same one in all calls.
+            generation: what the blocks share.
+            blocks: the members of each block.
+            size: the number of children.
+        """
+        with self.lock:
+            try:
+                for _ in range(2):
+                    parts = lay_out(generation, blocks)
+                    if parts is None:
+                        break
+                    with suppress(LostChildError):
+                        return self._score(evaluator, generation, blocks, min(size, len(blocks)), parts)
+                    self.close()
+            except BaseException:  # raised by a block, or an interrupt in the middle of the children's work
+                self.close()
+                raise
+            self.is_broken = True
+        if parts is not None:
+            message = "Processes that evaluate members have died, twice in one generation"
+            warnings.warn(f"{message}: threads evaluate them from now on.", RuntimeWarning, stacklevel=2)
+        return None
+
+    def _score(
+        self, evaluator: Evaluator, generation: Generation, blocks: Blocks, size: int, parts: list[Part]
+    ) -> Scores:
+        needed = parts[-1].start + len(parts[-1].content)
+        is_alive = len(self.children) >= size and time.monotonic() - self.last_used < IDLE_SECONDS / 2
+        if is_alive and needed <= len(self.memory):
+            for part in parts:
+                self.memory[part.start : part.start + len(part.content)] = part.content
+            message = pickle.dumps([(part.start, len(part.content)) for part in parts])
+            for connection in self.children:
+                with suppress(BrokenPipeError):  # that it has died is noticed when it does not answer
+                    connection.send_bytes(message)
+        else:
+            self.close()
+            try:
+                self.fork(evaluator, generation, blocks, size, ROOM * needed)
+            except OSError:  # too many processes or files, or too little memory
+                raise LostChildError from None
+        step = -(-len(blocks) // MAX_TICKETS)
+        tickets = [*range(0, len(blocks), step), *[END] * len(self.children)]
+        os.write(self.ticket_pipe[1], b"".join(map(TICKET.pack, tickets)))
+        reports = self.collect_reports()
+        self.last_used = time.monotonic()
+        for report in reports:
+            clock.add(report.seconds)
+            for message, category, filename, line in report.warnings:
+                warnings.warn_explicit(message, category, filename, line, registry=self.shown)
+        failures = [report.failure for report in reports if report.failure is not None]
+        if failures:
+            raise min(failures, key=lambda failure: failure[0])[1]  # as threads do: that of the first block
+        return np.frombuffer(self.memory, np.float32, blocks.size).copy()
+
+    def collect_reports(self) -> list[Report]:
+        """Return the reports of all children, or raise LostChildError as soon as one of them has ended."""
+        reports: list[Report] = []
+        waiting: set[Any] = set(self.children)
+        while waiting:
+            for connection in wait(waiting):
+                waiting.remove(connection)
+                try:
+                    reports.append(pickle.loads(connection.recv_bytes()))  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    raise LostChildError from None
+        return reports
+
+    def fork(self, evaluator: Evaluator, generation: Generation, blocks: Blocks, size: int, room: int) -> None:
+        """Fork the children, which start with the generation that they inherit."""
+        parent = os.getpid()
+        flush_output()
+        with forking:
+            # in a child nothing belongs to this object: see forget_pools
+            memory, (reader, writer) = memoryview(mmap.mmap(-1, max(room, mmap.PAGESIZE))), os.pipe()
+            children: dict[Connection, int] = {}
+            for _ in range(size):
+                ours, theirs = Pipe()
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+                try:
+                    children[ours] = fork_quietly()
+                    if children[ours] == 0:
+                        for connection in children:
+                            connection.close()
+                        os.close(writer)
+                        Child(evaluator, memory, reader, theirs, parent).serve(generation, blocks)
+                finally:
+                    if os.getpid() != parent:  # whatever happens: a child never returns into the user's program
+                        os._exit(1)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                    theirs.close()
+            self.children, self.ticket_pipe, self.memory = children, (reader, writer), memory
+
+    def close(self) -> None:
+        """End the children, whatever they do; they have nothing to lose."""
+        for pid in self.children.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in self.children.values():
+            with suppress(ChildProcessError):  # other code has waited for it
+                os.waitpid(pid, 0)
+        self.release()
+
+    def release(self) -> None:
+        """Forget the children and close what belongs to them."""
+        for connection in self.children:
+            connection.close()
+        for descriptor in self.ticket_pipe:
+            os.close(descriptor)
+        self.children, self.ticket_pipe, self.memory = {}, (), memoryview(b"")
+
+
+@dataclass(frozen=True)
+class Child:
+    """The work of a child.
+
+    Attributes:
+        evaluator: Evaluates blocks.
+        memory: The memory that all processes share.
+        tickets: The pipe with the numbers of the blocks.
+        connection: To the parent.
+        parent: The id of the parent's process.
+    """
+
+    evaluator: Evaluator
+    memory: memoryview
+    tickets: int
+    connection: Connection
+    parent: int
+
+    def serve(self, generation: Generation, blocks: Blocks) -> None:
+        """Evaluate blocks, those of one generation first, until the parent ends or has no more work."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        gc.freeze()  # or the first collection would copy the pages of all objects
+        torch.set_num_threads(1)
+        clock.pop_seconds()
+        caught: list[tuple[Any, ...]] = []
+        warnings.showwarning = lambda message, category, filename, line, *_: caught.append(
+            (message, category, filename, line)
+        )
+        while True:
+            failure = self.evaluate(generation, blocks)
+            flush_output()
+            self.connection.send_bytes(pack_report(Report(clock.pop_seconds(), caught, failure)))
+            caught.clear()
+            if not self.connection.poll(IDLE_SECONDS):
+                os._exit(0)
+            places = pickle.loads(self.connection.recv_bytes())
+            head, *buffers = [self.memory[start : start + size] for start, size in places]
+            candidates, batch, blocks = pickle.loads(head, buffers=buffers)
+            generation = self.evaluator.generation(candidates, batch)
+
+    def evaluate(self, generation: Generation, blocks: Blocks) -> tuple[int, BaseException] | None:
+        """Evaluate the blocks whose numbers this child takes from the pipe; return the first failure."""
+        scores = np.frombuffer(self.memory, np.float32, blocks.size).reshape(blocks.shape)
+        step, failure = -(-len(blocks) // MAX_TICKETS), None
+        with seeded_generators(0):
+            while (ticket := os.read(self.tickets, TICKET.size)) and (first := TICKET.unpack(ticket)[0]) != END:
+                for number in range(first, min(first + step, len(blocks))):
+                    if os.getppid() != self.parent:
+                        os._exit(0)
+                    if failure is None:  # otherwise there is nothing left to do but to take the other tickets
+                        try:
+                            scores[number] = self.evaluator.score_block(generation, blocks[number])
+                        except BaseException as error:
+                            failure = number, error
+        return failure
+
+
+class Packer(pickle.Pickler):
+    """Pickles tensors as buffers, which are copied once, to the shared memory."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor is restored from its memory, with its strides, on which the last bits may depend."""
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+            return NotImplemented
+        if not value.numel() or value.requires_grad or value.is_conj() or value.is_neg():
+            return NotImplemented
+        length = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+        flat = value.as_strided((length,), (1,)).view(torch.uint8).numpy()
+        return restore_tensor, (pickle.PickleBuffer(flat.data), value.dtype, value.shape, value.stride())
+
+
+def restore_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    """Return a tensor in shared memory."""
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, stride)
+
+
+def lay_out(generation: Generation, blocks: Blocks) -> list[Part] | None:
+    """Return what children need of a generation, or None if it cannot be pickled or is too large."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = io.BytesIO()
+    try:
+        packer = Packer(head, protocol=5, buffer_callback=buffers.append)
+        packer.dump((generation.candidates, generation.batch, blocks))
+        contents = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    except Exception:
+        return None
+    parts, end = [], SCORE_BYTES * blocks.size  # the scores come first
+    for content in contents:
+        parts.append(Part(-(-end // ALIGNMENT) * ALIGNMENT, content))
+        end = parts[-1].start + len(content)
+    return parts if end <= MAX_SHARED_BYTES else None
+
+
+def pack_report(report: Report) -> bytes:
+    """Return a report as bytes, with the text of an exception that cannot be pickled."""
+    try:
+        packed = pickle.dumps(report)
+        pickle.loads(packed)
+        return packed
+    except Exception:
+        failure, error = None, report.failure
+        if error is not None:
+            failure = error[0], RuntimeError(f"{type(error[1]).__name__}: {error[1]}")
+        shown = [(str(message), UserWarning, *place) for message, _, *place in report.warnings]
+        return pickle.dumps(Report(report.seconds, shown, failure))
+
+
+def flush_output() -> None:
+    """Write out what is printed, which a child would print again, or never."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # there is none, or it is closed
+            stream.flush()
+
+
+def fork_quietly() -> int:
+    """Fork, without the warning of Python 3.12 and later that other threads may hold locks.
+
+    A child uses none of those locks: it evaluates blocks, whose code takes no lock of another thread but those that are
+    made anew after a fork.
+    """
+    if sys.version_info < (3, 12):
+        return os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+forking = threading.Lock()
+pools: dict[int, Pool] = {}  # by the identity of their evaluator
+
+
+def find_pool(evaluator: Evaluator) -> Pool:
+    """Return the pool of an evaluator, whose children end with it."""
+    if id(evaluator) not in pools:
+        pools[id(evaluator)] = Pool()
+        weakref.finalize(evaluator, end_pool, id(evaluator), os.getpid())
+    return pools[id(evaluator)]
+
+
+def end_pool(key: int, owner: int) -> None:
+    """End the children of an evaluator that is no longer used."""
+    if os.getpid() == owner and key in pools:
+        pools.pop(key).close()
+
+
+def forget_pools() -> None:
+    """Let go of the children of the parent: in a process that was forked, by whatever code."""
+    global forking
+    forking = threading.Lock()
+    for pool in pools.values():
+        pool.release()
+    pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_pools)
