@@ -20,6 +20,7 @@ import germline as gl
 from germline.engine.follower import Follower
 from germline.engine.header import build_header
 from germline.engine.journal import Journal
+from germline.fleet import executor
 from germline.genome import Genome
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath
@@ -311,7 +312,9 @@ def test_an_objective_gets_a_seed_of_the_generation(tmp_path: Path) -> None:
         )
 
 
-def test_threads_that_share_an_environment_are_noticed(tmp_path: Path) -> None:
+def test_threads_that_share_an_environment_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes, which share none, are used where the system can fork."""
+
     class Environment:
         def reset(self, seed: int) -> float:
             return 0.0
@@ -331,11 +334,13 @@ def test_threads_that_share_an_environment_are_noticed(tmp_path: Path) -> None:
     def train(function: Callable[..., Any], workers: int | None) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            run = tmp_path / f"{id(function)}-{workers}"
+            run = tmp_path / f"{id(function)}-{workers}-{executor.CAN_FORK}"
             fleet = gl.Local("cpu", workers=workers)
             gl.train(nn.Linear(1, 1), objective=function, maximize=True, generations=3, fleet=fleet, run=run)
         return [str(warning.message) for warning in caught]
 
+    assert not executor.CAN_FORK or train(objective, 2) == []
+    monkeypatch.setattr(executor, "CAN_FORK", False)
     (sentence,) = train(objective, 2)
     assert "The objective holds env, an object with reset and step" in sentence
     assert "--fleet spmd" in sentence

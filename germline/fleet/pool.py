@@ -45,6 +45,7 @@ MAX_TICKETS = 4096  # they fit into a pipe
 TICKET, END = struct.Struct("i"), -1  # END follows the numbers of all blocks, once for each child
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
+Bytes = NDArray[np.uint8]
 Blocks = NDArray[np.int64]  # the members of each block: (blocks, members)
 
 
@@ -65,7 +66,7 @@ class Part(NamedTuple):
     """A part of what children need, and its place in the shared memory."""
 
     start: int
-    content: memoryview
+    content: Bytes
 
 
 @dataclass(eq=False)
@@ -111,12 +112,12 @@ class Pool:
     def _score(
         self, evaluator: Evaluator, generation: Generation, blocks: Blocks, size: int, parts: list[Part]
     ) -> Scores:
-        needed = parts[-1].start + len(parts[-1].content)
+        needed = parts[-1].start + parts[-1].content.size
         is_alive = len(self.children) >= size and time.monotonic() - self.last_used < IDLE_SECONDS / 2
         if is_alive and needed <= len(self.memory):
             for part in parts:
-                self.memory[part.start : part.start + len(part.content)] = part.content
-            message = pickle.dumps([(part.start, len(part.content)) for part in parts])
+                np.frombuffer(self.memory, np.uint8, part.content.size, part.start)[:] = part.content
+            message = pickle.dumps([(part.start, part.content.size) for part in parts])
             for connection in self.children:
                 with suppress(BrokenPipeError):  # that it has died is noticed when it does not answer
                     connection.send_bytes(message)
@@ -236,8 +237,9 @@ class Child:
             if not self.connection.poll(IDLE_SECONDS):
                 os._exit(0)
             places = pickle.loads(self.connection.recv_bytes())
-            head, *buffers = [self.memory[start : start + size] for start, size in places]
-            candidates, batch, blocks = pickle.loads(head, buffers=buffers)
+            pieces = [self.memory[start : start + size] for start, size in places]
+            candidates, batch, numbers = Unpacker(pieces).load()
+            blocks = numbers.numpy()
             generation = self.evaluator.generation(candidates, batch)
 
     def evaluate(self, generation: Generation, blocks: Blocks) -> tuple[int, BaseException] | None:
@@ -258,38 +260,56 @@ class Child:
 
 
 class Packer(pickle.Pickler):
-    """Pickles tensors as buffers, which are copied once, to the shared memory."""
+    """Pickles all but the contents of tensors, which are copied once, to the shared memory.
 
-    def reducer_override(self, value: Any) -> Any:
-        """Return how a tensor is restored from its memory, with its strides, on which the last bits may depend."""
+    Attributes:
+        contents: The bytes of the tensors.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.contents: list[Bytes] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what a tensor is made of, with its strides, on which the last bits of results may depend."""
         if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided:
-            return NotImplemented
+            return None
         if not value.numel() or value.requires_grad or value.is_conj() or value.is_neg():
-            return NotImplemented
+            return None
         length = 1 + sum((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
-        flat = value.as_strided((length,), (1,)).view(torch.uint8).numpy()
-        return restore_tensor, (pickle.PickleBuffer(flat.data), value.dtype, value.shape, value.stride())
+        self.contents.append(value.as_strided((length,), (1,)).view(torch.uint8).numpy())
+        return len(self.contents), value.dtype, tuple(value.shape), value.stride()
 
 
-def restore_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Return a tensor in shared memory."""
-    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, stride)
+class Unpacker(pickle.Unpickler):
+    """Restores what a Packer has pickled, with the tensors in the shared memory.
+
+    Attributes:
+        pieces: Of the shared memory: first what the Packer has written, then the contents of the tensors.
+    """
+
+    def __init__(self, pieces: list[memoryview]) -> None:
+        super().__init__(io.BytesIO(pieces[0]))
+        self.pieces = pieces
+
+    def persistent_load(self, description: Any) -> Tensor:
+        """Return a tensor."""
+        number, dtype, shape, stride = description
+        return torch.frombuffer(self.pieces[number], dtype=dtype).as_strided(shape, stride)
 
 
 def lay_out(generation: Generation, blocks: Blocks) -> list[Part] | None:
     """Return what children need of a generation, or None if it cannot be pickled or is too large."""
-    buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
+    packer = Packer(head)
     try:
-        packer = Packer(head, protocol=5, buffer_callback=buffers.append)
-        packer.dump((generation.candidates, generation.batch, blocks))
-        contents = [head.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        packer.dump((generation.candidates, generation.batch, torch.from_numpy(blocks)))
     except Exception:
         return None
     parts, end = [], SCORE_BYTES * blocks.size  # the scores come first
-    for content in contents:
+    for content in (np.frombuffer(head.getvalue(), np.uint8), *packer.contents):
         parts.append(Part(-(-end // ALIGNMENT) * ALIGNMENT, content))
-        end = parts[-1].start + len(content)
+        end = parts[-1].start + content.size
     return parts if end <= MAX_SHARED_BYTES else None
 
 
