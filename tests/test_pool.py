@@ -171,7 +171,7 @@ def test_errors_and_warnings_of_children_arrive() -> None:
 
 
 def test_a_plan_that_fails_in_a_child_is_replaced() -> None:
-    """As on threads: code that cannot run for several members falls back to a slower method."""
+    """The error of a child makes the scorer choose a slower method, as that of a thread does."""
 
     def stumble(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target) if float(output.sum()) < 1e9 else output.sum()

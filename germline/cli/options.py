@@ -91,7 +91,8 @@ class FleetOptions:
         "local"
     )
     workers: Annotated[
-        int | None, Option(help="number of threads that share the members; of a fleet, of processes here")
+        int | None,
+        Option(help="number of processes that share the members (default: one per core)"),
     ] = None
     exchange: Annotated[
         str | None,
@@ -212,7 +213,7 @@ class ComparisonOptions:
 
     metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the dev set)")] = None
     jobs: Annotated[int, Option(min=1, help="number of runs at the same time")] = 1
-    workers: Annotated[int | None, Option(help="number of threads of each run")] = None
+    workers: Annotated[int | None, Option(help="number of processes of each run")] = None
 
 
 def replace_strategy(recipe: "Recipe", name: str | None, settings: dict[str, str]) -> "Recipe":

@@ -1,4 +1,4 @@
-"""The work of one process: blocks of members, slices of gradients and training, on its threads or its GPU."""
+"""The work of one process: blocks of members, slices of gradients and training, on all its cores or its GPU."""
 
 import os
 import time
@@ -38,8 +38,9 @@ class Executor:
     """Runs work in this process.
 
     Attributes:
-        workers: The number of threads or processes that share blocks of members on a CPU. By default as many as torch
-            has threads, and one for an objective of the whole model, which may be a simulator.
+        workers: The number of processes, or of threads where the system cannot fork, that share blocks of members on a
+            CPU. By default as many as torch has threads, and one for an objective of the whole model, which may be a
+            simulator.
     """
 
     workers: int | None = None

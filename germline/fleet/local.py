@@ -60,8 +60,8 @@ class Local(Fleet):
 
     Args:
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"cuda:N"`` or ``"mps"``.
-        workers: The number of threads that share blocks of members on a CPU. By default as many as torch has threads,
-            and one for an objective of the whole model.
+        workers: The number of processes, or of threads where the system cannot fork, that share blocks of members on a
+            CPU. By default as many as torch has threads, and one for an objective of the whole model.
 
     >>> Local(device="cpu").find_device()
     device(type='cpu')

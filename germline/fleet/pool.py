@@ -55,7 +55,7 @@ class LostChildError(Exception):
 
 @dataclass
 class Report:
-    """What a child reports of its part of a generation."""
+    """A child's report of its part of a generation."""
 
     seconds: dict[str, float]
     warnings: list[tuple[Any, ...]]  # arguments of warn_explicit
