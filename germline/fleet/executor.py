@@ -79,17 +79,20 @@ class Executor:
     ) -> Scores:
         """Return the scores of some blocks: by threads at first, and by forked processes if there is much to do.
 
-        Threads start at once, and compile the kernels that processes inherit. Hooks are functions that collect what
-        they see, in this process. A simulator that several threads would share is used by processes from the start.
+        Threads start at once, and compile the kernels that processes inherit. A simulator that several threads would
+        share is used by processes from the start. Hooks, which collect what they see, and objectives of a population,
+        which may have their own processes, stay in this process.
         """
-        pool, of_model = find_pool(evaluator), evaluator.objective.of_model
-        is_worth_forking = (of_model or pool.seconds >= FORK_AFTER) and not (evaluator.has_hooks or pool.is_broken)
-        if CAN_FORK and workers > 1 and is_worth_forking and (pool.children or is_only_thread(evaluator.device)):
+        pool, objective = find_pool(evaluator), evaluator.objective
+        stays_here = evaluator.has_hooks or objective.population is not None or pool.is_broken
+        # a fork while another thread evaluates members could copy a lock of a library that this thread holds
+        can_fork = CAN_FORK and not stays_here and (pool.children or is_only_thread(evaluator.device))
+        if workers > 1 and can_fork and (objective.of_model or pool.seconds >= FORK_AFTER):
             scores = pool.score(evaluator, generation, np.stack(blocks), workers)
             if scores is not None:
                 return scores
         if workers > 1:
-            evaluator.objective.warn_of_threads()
+            objective.warn_of_threads()
         started = time.perf_counter()
         of_blocks = run_on_threads(lambda members: evaluator.score_block(generation, members), blocks, workers)
         pool.seconds += time.perf_counter() - started
