@@ -280,23 +280,28 @@ def test_blends_with_dense_noise_or_only_a_bias(window: tuple[int, ...] | None) 
         assert np.allclose(got, np.maximum(value, 0), rtol=1e-4, atol=1e-5)
 
 
-@triton_only
-@pytest.mark.parametrize("rank", [1, 3])
-def test_blends_with_one_base_per_member(rank: int) -> None:
+@both
+@pytest.mark.parametrize(("rank", "positions"), [(1, 6), (3, 6), (1, 1), (3, 1)])
+def test_blends_with_one_base_per_member(kernels: ModuleType, rank: int, positions: int) -> None:
     rng = np.random.default_rng(rank)
-    members, n, rows, addresses, positions = 5, 19, 7, 3, 6
+    members, n, rows, addresses = 5, 19, 7, 3
     shapes = [(members, n, rows, positions), (members, n, rank, positions), (addresses, rank, rows), (members, rows)]
     arguments: list[Any] = [rng.standard_normal(shape).astype(np.float32) for shape in [*shapes, (members,)]]
     arguments += [np.array([0, 2, 2, 1, 0]), True]
     expected = np.empty((members, n, rows, positions), np.float32)
-    pooled = np.empty((members, n, rows, 2), np.float32)
     reference.blend_outer(expected, *arguments)
-    with_window = [*arguments, (2, 3, 2, 2, 1, 1)]
-    reference.blend_outer(pooled, *with_window)
-    assert np.allclose(call(cuda, "blend_outer", pooled, *with_window), pooled, rtol=1e-4, atol=1e-5)
-    tensors: list[Any] = [*(torch.from_numpy(array).to(GPU) for array in arguments[:-1]), True]
-    cuda.blend_outer(tensors[0], *tensors)  # in place
-    assert np.allclose(tensors[0].cpu().numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert np.allclose(call(kernels, "blend_outer", expected, *arguments, None), expected, rtol=1e-4, atol=1e-5)
+    if positions > 1:
+        pooled, with_window = np.empty((members, n, rows, 2), np.float32), [*arguments, (2, 3, 2, 2, 1, 1)]
+        reference.blend_outer(pooled, *with_window)
+        assert np.allclose(call(kernels, "blend_outer", pooled, *with_window), pooled, rtol=1e-4, atol=1e-5)
+    if kernels is cpu:
+        kernels.blend_outer(arguments[0], *arguments, None)  # in place
+        assert np.allclose(arguments[0], expected, rtol=1e-4, atol=1e-5)
+    else:
+        tensors: list[Any] = [*(torch.from_numpy(array).to(GPU) for array in arguments[:-1]), True]
+        cuda.blend_outer(tensors[0], *tensors)
+        assert np.allclose(tensors[0].cpu().numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def random_numbers(seed: int) -> Any:

@@ -7,27 +7,24 @@ not be entered from several threads, and blocks of members are evaluated by seve
 """
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
-import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import int32, types, uint16, uint32, uint64
 from numba.extending import intrinsic
-from numba.np import linalg
 from numpy.typing import NDArray
 
 from germline import kernels
 from germline.kernels import Address, Reading
+from germline.kernels.compiling import Function, compile_kernel
+from germline.kernels.cpu_layers import blend_outer as blend_outer
 
 Array = NDArray[Any]
-Function = Callable[..., Any]
 
 # Numba freezes constants into what it compiles, and its cache on disk is keyed by the text of this file alone.
 TILE, BLOCKS, ROUNDS = 1024, 128, 7
@@ -35,26 +32,6 @@ POPCOUNT, SIGN, UNIFORM = 0, 1, 2
 assert (TILE, BLOCKS, ROUNDS) == (kernels.TILE, kernels.BLOCKS, kernels.ROUNDS)
 assert (POPCOUNT, SIGN, UNIFORM) == (Reading.POPCOUNT, Reading.SIGN, Reading.UNIFORM)
 TILES_PER_THREAD = 64  # with fewer, about 10 microseconds of work, starting a thread costs more than it saves
-
-
-if find_spec("scipy") is not None:  # Numba would import SciPy, which takes longer than Numba, to see if it is there
-    ensure_blas, linalg.ensure_blas = linalg.ensure_blas, lambda: None
-    try:
-        import numba.np.arraymath
-    finally:
-        linalg.ensure_blas = ensure_blas
-
-
-def compile_kernel(function: Function) -> Function:
-    """Return a function compiled by Numba at its first call, or loaded from Numba's cache on disk.
-
-    Numba caches in ``NUMBA_CACHE_DIR``, in ``__pycache__`` next to this file or, where that cannot be written, in the
-    user's cache folder. Where none of them can be written, every process compiles.
-    """
-    try:
-        return cast(Function, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
-    except RuntimeError:
-        return cast(Function, numba.njit(nogil=True, boundscheck=False)(function))
 
 
 @intrinsic
@@ -186,73 +163,6 @@ def perturb_outer_rows(first, last, out, theta, a, b_t, scale, skip):
             target[k] = center[k] + scale[0] * out.dtype.type(source[k])
 
 
-@compile_kernel
-def blend_rows(out, shared, x_b, a, bias, scales, member_address, relu):
-    """Blend outputs that have one position each."""
-    zero = out.dtype.type(0)
-    for i in range(out.shape[0]):
-        address, scale, member_bias = member_address[i], out.dtype.type(scales[i]), bias[i]
-        for j in range(out.shape[1]):
-            target, base = out[i, j], shared[j]
-            a_row, factor = a[address, 0], scale * x_b[j, address, 0]
-            for k in range(target.size):
-                target[k] = base[k] + member_bias[k] + factor * a_row[k]
-            for r in range(1, a.shape[1]):
-                a_row, factor = a[address, r], scale * x_b[j, address, r]
-                for k in range(target.size):
-                    target[k] += factor * a_row[k]
-            if relu:
-                for k in range(target.size):
-                    target[k] = zero if target[k] <= zero else target[k]
-
-
-@compile_kernel
-def blend_maps(out, shared, x_b, a, bias, scales, member_address, relu, window):
-    """Blend one map at a time in a scratch vector, and pool it as it is written unless the window is all zeros."""
-    height, width, kernel_height, kernel_width, stride_y, stride_x = window
-    zero, blended = out.dtype.type(0), np.empty(shared.shape[2], out.dtype)
-    largest = np.empty(width, out.dtype)  # of each column, over the rows of a window
-    for i in range(out.shape[0]):
-        address, scale = member_address[i], out.dtype.type(scales[i])
-        for j in range(out.shape[1]):
-            for k in range(out.shape[2]):
-                target, base, shift = out[i, j, k], shared[j, k], bias[i, k]
-                noise, factor = x_b[j, address, 0], scale * a[address, 0, k]
-                for p in range(blended.size):
-                    blended[p] = base[p] + shift + factor * noise[p]
-                for r in range(1, a.shape[1]):
-                    noise, factor = x_b[j, address, r], scale * a[address, r, k]
-                    for p in range(blended.size):
-                        blended[p] += factor * noise[p]
-                if relu:
-                    for p in range(blended.size):
-                        blended[p] = zero if blended[p] <= zero else blended[p]
-                if not height:
-                    for p in range(blended.size):
-                        target[p] = blended[p]
-                    continue
-                columns = (width - kernel_width) // stride_x + 1
-                for y in range(target.size // columns):
-                    top = blended[y * stride_y * width : (y * stride_y + 1) * width]
-                    for c in range(width):
-                        largest[c] = top[c]
-                    for dy in range(1, kernel_height):
-                        row = blended[(y * stride_y + dy) * width : (y * stride_y + dy + 1) * width]
-                        for c in range(width):
-                            largest[c] = row[c] if (row[c] > largest[c]) | (row[c] != row[c]) else largest[c]
-                    if kernel_width == 2 and stride_x == 2:
-                        for c in range(columns):
-                            left, right = largest[2 * c], largest[2 * c + 1]
-                            target[y * columns + c] = right if (right > left) | (right != right) else left
-                    else:
-                        for c in range(columns):
-                            best = largest[c * stride_x]
-                            for dx in range(1, kernel_width):
-                                value = largest[c * stride_x + dx]
-                                best = value if (value > best) | (value != value) else best
-                            target[y * columns + c] = best
-
-
 @cache
 def thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "germline-noise")
@@ -315,21 +225,3 @@ def accumulate(out: Array, weights: Array, address: Address, reading: Reading, v
     """Set out to the sum of weights[i] * eps[i] or, for a variance above 0, of weights[i] * (eps[i]^2 - variance)."""
     arguments = (out, weights, field_arguments(address), address.members, address.start, int(reading), variance)
     run_in_threads(accumulate_tiles, count_tiles(address.start, out.size), *arguments, tiles_per_unit=weights.size)
-
-
-def blend_outer(
-    out: Array,
-    shared: Array,
-    x_b: Array,
-    a: Array,
-    bias: Array,
-    scales: Array,
-    member_address: Array,
-    relu: bool,
-    window: tuple[int, ...] | None,
-) -> None:
-    """Compute ``reference.blend_outer`` in the calling thread: blocks of members already run in several threads."""
-    if out.shape[3] == 1 and window is None:
-        blend_rows(out[..., 0], shared[..., 0], x_b[..., 0], a, bias, scales, member_address, relu)
-    else:
-        blend_maps(out, shared, x_b, a, bias, scales, member_address, relu, window or (0,) * 6)

@@ -1,24 +1,23 @@
 """Linear layers of a block of members; see ``blend`` for how a product is split into parts.
 
 Where all members see one input, as they do in a network's first layer, the product with the center is computed once for
-the whole generation. Where each has its own input, a GPU computes one large product with the center for all members,
-and the noise of low rank is added in one pass; a CPU, and dense noise, perturb the weights and multiply.
+the whole generation. Where each has its own input, there is one large product with the center for all members, and the
+noise of low rank is added in one pass. Dense noise, and a CPU in bfloat16, perturb the weights and multiply.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from germline.kernels import kernel_device, kernels_for
 from germline.noise import cached_tensor
 from germline.population.block import Block
-from germline.population.buffers import allocate
 from germline.population.rules import blend
 from germline.population.rules.layer import Layer, LayerCall
 from germline.population.rules.pending import Epilogue, Relu, apply_epilogue
+from germline.population.rules.product import multiply, multiply_members
 
 SMALL = 1 << 21  # multiplications: a smaller product on a CPU takes less time than calling it
 THIN = 4  # ranks up to which a product with noise is bounded by reading its input
@@ -36,7 +35,7 @@ def linear(call: LayerCall) -> Tensor:
         has_low_rank = block.matrix(call.layer.slots["weight"]) is not None
         if not batched and (has_low_rank or is_worth_sharing(call, x)):
             return blend.multiply_shared_input(call, x, multiply_rows(x)).view(block.size, *x.shape[:-1], -1)
-        if batched and has_low_rank and x.device.type != "cpu":
+        if batched and has_low_rank and (x.device.type != "cpu" or x.dtype != torch.bfloat16):
             return blend.combine(split(call)).view(*x.shape[:-1], -1)
     (x,), weight, bias = call.inputs_of_members(), call.weights("weight"), call.optional_weights("bias")
     if kernel_device(x.device).type == "cuda":  # products there need the bias in memory first, as large as the result
@@ -59,7 +58,7 @@ def is_worth_sharing(call: LayerCall, x: Tensor) -> bool:
 def multiply_rows(x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function that multiplies x with weights, (rows, C), and gives (n, rows)."""
     flat = x.reshape(-1, x.shape[-1])  # (n, C)
-    return lambda weight: F.linear(flat, weight)
+    return lambda weight: multiply(flat, weight)
 
 
 def split(call: LayerCall) -> blend.Parts:
@@ -69,7 +68,7 @@ def split(call: LayerCall) -> blend.Parts:
         return blend.split_shared_product(call, x, multiply_rows(x))
     a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
     rows = x.reshape(len(x), -1, x.shape[-1]).contiguous()  # (members, n, C)
-    base = F.linear(rows.flatten(0, 1), block.generation.center(index)).view(*rows.shape[:2], -1)  # (members, n, R)
+    base = multiply(rows.flatten(0, 1), block.generation.center(index)).view(*rows.shape[:2], -1)  # (members, n, R)
     x_b = multiply_thin(rows, b.transpose(1, 2).contiguous(), block)  # (members, n, rank)
     bias = call.optional_weights("bias")
     return blend.Parts(base, x_b, a, bias, block.scales(index), block.member_address, call.epilogue, shared=False)
@@ -78,7 +77,7 @@ def split(call: LayerCall) -> blend.Parts:
 def multiply_thin(x: Tensor, b_t: Tensor, block: Block) -> Tensor:
     """Return x_i B_i for each member: x is (members, n, C), b_t (addresses, rank, C); (members, n, rank)."""
     member_address = cached_tensor(block.member_address, x.device)
-    if kernel_device(x.device) != x.device or b_t.shape[1] > THIN or x.dtype == torch.float64:
+    if kernel_device(x.device).type != "cuda" or b_t.shape[1] > THIN or x.dtype == torch.float64:
         return torch.bmm(x, b_t[member_address].transpose(1, 2))
     out = torch.empty(*x.shape[:2], b_t.shape[1], device=x.device)
     kernels_for(x.device).thin_product(out, x, b_t, member_address)
@@ -124,10 +123,4 @@ def multiply_narrow(call: LayerCall, inputs: tuple[Tensor, ...], relu_inputs: bo
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return a linear layer of each member: x is (members, ..., C), weight (members, R, C), bias (members, R)."""
     rows = x.reshape(len(x), -1, x.shape[-1])  # (members, n, C)
-    weight_t = weight.transpose(1, 2)  # (members, C, R)
-    out = allocate((*rows.shape[:2], weight_t.shape[2]), rows)
-    if bias is None:
-        torch.bmm(rows, weight_t, out=out)
-    else:
-        torch.baddbmm(bias[:, None], rows, weight_t, out=out)
-    return out.view(*x.shape[:-1], out.shape[-1])
+    return multiply_members(rows, weight, bias).view(*x.shape[:-1], -1)
