@@ -212,6 +212,25 @@ def test_every_strategy_trains_to_the_weights_of_one_process(
     assert not [line for line in cluster.lines if "waiting for" not in line and "has joined" not in line]
 
 
+def test_answers_between_generations_are_awaited_no_longer(tmp_path: Path) -> None:
+    """Workers start the next generation before this one is reported, and what they answer meanwhile counts."""
+    recipe = make_digits()
+    expected = train(recipe, gl.Local("cpu"), tmp_path / "local", 20)
+    with open_cluster() as cluster:
+        cluster.add_before_training(Follower, Follower)
+        coordinator, started = cluster.fleet.coordinator, []
+
+        def take_all_answers(session: Session, row: Any) -> None:
+            started.append(coordinator.generation == session.generation and coordinator.job is not None)
+            until = time.monotonic() + 30
+            while any(worker.pending for worker in cluster.fleet.crew.workers.values()):
+                assert time.monotonic() < until
+                coordinator.take_events(0.1)
+
+        assert train(recipe, cluster.fleet, tmp_path / "dask", 20, take_all_answers) == expected
+        assert started == [True] * 19 + [False]
+
+
 def test_the_workers_probe_sigma(tmp_path: Path) -> None:
     """The coordinator scores no member of a probe itself, and chooses as one process does."""
     recipe = replace(make_digits(), strategy=OpenAIES(population=32, sigma="auto"))

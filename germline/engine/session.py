@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from germline.clock import clock
 from germline.engine.best import Best
 from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
-from germline.engine.drivers import Driver, find_driver, gradient_strategy
+from germline.engine.drivers import Driver, find_driver, gradient_strategy, make_inputs
 from germline.engine.export import export_model
 from germline.engine.history import Row, describe_record, read_rows
 from germline.engine.journal import Journal, Record
@@ -273,14 +273,21 @@ class Session:
             Best.require(self.scorer.objective, self.splits, 'keep="best"')
 
     def _prefetch(self) -> None:
-        """Have a GPU start the next generation, if there will be one, while this one is written to disk."""
-        self.prefetched_batch = None
-        if self.strategy.kind == "evolve" and self.fleet.group.size == 1 and self.scorer.can_prefetch:
-            with suppress(Exception):  # an error of the next generation is reported when it is due
-                values = self.values(self.generation)
-                candidates = self.strategy.ask(self.state, self.noise, self.generation, values)
-                self.prefetched_batch = self.batch(self.generation)
-                self.scorer.prefetch(self.strategy, self.state, candidates, self.prefetched_batch, values)
+        """Have workers or a GPU start the next generation, if there will be one, while this one is written to disk."""
+        self.prefetched_batch, fleet, scorer, strategy = None, self.fleet, self.scorer, self.strategy
+        is_last = self.part_used >= 1.0 or self.stop_request
+        is_possible = fleet.can_prefetch or (fleet.group.size == 1 and scorer.can_prefetch)
+        if strategy.kind != "evolve" or is_last or not is_possible:
+            return
+        with suppress(Exception):  # an error of the next generation is reported when it is due
+            values = self.values(self.generation)
+            candidates = strategy.ask(self.state, self.noise, self.generation, values)
+            batch = self.prefetched_batch = self.batch(self.generation)
+            if fleet.can_prefetch:
+                inputs = make_inputs(self, self.generation, values)
+                fleet.prefetch(scorer.evaluator, candidates, strategy.population, batch, inputs)
+            else:
+                scorer.prefetch(strategy, self.state, candidates, batch, values)
 
     def _compare_gradients(self, result: GenerationResult) -> dict[str, float]:
         if self.strategy.kind != "differentiate":

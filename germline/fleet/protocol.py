@@ -139,6 +139,11 @@ class Fleet(Protocol):
         """True if there are no workers, so that a generation might never end."""
         return False
 
+    @property
+    def can_prefetch(self) -> bool:
+        """True if workers can start with a generation while this process does something else."""
+        return False
+
     def find_device(self, default: torch.device | None = None) -> torch.device:
         """Return the device of this process: the one asked for, else the default, else a GPU if there is one."""
 
@@ -164,6 +169,17 @@ class Fleet(Protocol):
         self, evaluator: Evaluator, candidates: Candidates, population: int, batch: Batch | None, inputs: Inputs = None
     ) -> Scores:
         """Return the scores of all members, in member order."""
+
+    def prefetch(
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        inputs: GenerationInputs,
+    ) -> None:
+        """Have workers start with scores that ``score`` will be asked for; only where ``can_prefetch`` says so."""
+        return
 
     def gradient(
         self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None

@@ -41,7 +41,7 @@ from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
 from germline.recipes import FILE_MODULE, RECIPES, Recipe
-from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire
+from germline.strategies import AnyStrategy, Candidates, GenerationInputs, GenerationResult, MemberStrategy, Wire
 
 TIMEOUT = 15.0  # seconds after which a silent worker is given up
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -68,6 +68,10 @@ class Cluster(Fleet):
     @property
     def is_idle(self) -> bool:
         return self.coordinator.is_open and not self.crew.workers
+
+    @property
+    def can_prefetch(self) -> bool:
+        return self.coordinator.is_open
 
     def find_device(self, default: torch.device | None = None) -> torch.device:
         return find_device(self.device, default)
@@ -101,6 +105,27 @@ class Cluster(Fleet):
         if not self.coordinator.is_open or inputs is None:
             numbers = self.executor.score_blocks(evaluator, candidates, population, batch)
             return numbers[: population * evaluator.columns]
+        job = self._score_job(evaluator, candidates, population, batch, inputs)
+        return np.concatenate(self.coordinator.run_job(job))[: population * evaluator.columns]
+
+    def prefetch(
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        inputs: GenerationInputs,
+    ) -> None:
+        self.coordinator.start_job(self._score_job(evaluator, candidates, population, batch, inputs))
+
+    def _score_job(
+        self,
+        evaluator: Evaluator,
+        candidates: Candidates,
+        population: int,
+        batch: Batch | None,
+        inputs: GenerationInputs,
+    ) -> Job:
         block, columns = evaluator.plan.block, evaluator.columns
         self.block = block
 
@@ -111,8 +136,7 @@ class Cluster(Fleet):
             return self.executor.score_blocks(evaluator, candidates, population, batch, slice(first, last))
 
         pieces = -(-population // block)
-        job = Job("scores", pieces, inputs, decode, compute, plan=evaluator.plan)
-        return np.concatenate(self.coordinator.run_job(job))[: population * columns]
+        return Job("scores", pieces, inputs, decode, compute, plan=evaluator.plan)
 
     def gradient(
         self, evaluator: Evaluator, theta: Tensor, batch: Batch, wire: Wire, inputs: Inputs = None

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ STRIKES = 6  # answers in a row that a worker may compute with other weights
 FORGIVEN = 50  # generations after which a worker that was too slow is tried again
 WAITING_NOTE = 10.0  # seconds between lines that say that there are no workers
 
-TakeAnswer = Callable[[RemoteWorker, Message], None]
+TakeMessage = Callable[[RemoteWorker, Message], None]
 
 
 @dataclass
@@ -77,6 +77,10 @@ class Job:
         head: Head = {"op": "job", "kind": self.kind, "version": inputs.version, "generation": self.generation}
         head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
         return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": list(self.weights)}
+
+    def is_same(self, other: "Job") -> bool:
+        """Return whether another job asks for the same."""
+        return self.pieces == other.pieces and self.head == other.head and self.inputs.state is other.inputs.state
 
     # Messages that several workers need are made once, and uploaded once.
 
@@ -143,6 +147,7 @@ class Coordinator:
         generation: The generation of the present job.
         job_number: The number of the present job.
         scheduler: The pieces of the present job.
+        job: The present job; None if there is none.
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
@@ -153,21 +158,32 @@ class Coordinator:
     generation: int = 0
     job_number: int = 0
     scheduler: ChunkScheduler = field(default_factory=lambda: ChunkScheduler(0, {}))
+    job: Job | None = None
     last_note: float = 0.0
 
     def run_job(self, job: Job) -> list[Any]:
         """Have the fleet do a job, and wait for all of it; return the answers in order."""
+        if self.job is not None and self.job.is_same(job):
+            job = self.job  # workers have started with it
+        else:
+            self.start_job(job)
+        while not self.scheduler.is_finished:
+            self.take_events(TICK if self.crew.workers else 1.0)
+            self._send_chunks(job)
+        self.job = None
+        return [job.answers[first] for first in sorted(job.answers)]
+
+    def start_job(self, job: Job) -> None:
+        """Have the workers that are there start with a job; ``run_job`` waits for it."""
         self.generation, self.job_number = job.generation, self.job_number + 1
+        self.job = None
         self.take_events(0.0)
         for worker in self.crew.workers.values():
             if self.generation - worker.last_useful > FORGIVEN:  # it was too slow, and may not be any more
                 worker.last_useful, worker.rates, worker.pending = self.generation, {}, {}
         rates = {address: worker.rates.get(job.kind, 0.0) for address, worker in self.crew.workers.items()}
-        self.scheduler = ChunkScheduler(job.pieces, rates)
-        while not self.scheduler.is_finished:
-            self._send_chunks(job)
-            self.take_events(TICK if self.crew.workers else 1.0, partial(self._take_answer, job))
-        return [job.answers[first] for first in sorted(job.answers)]
+        self.scheduler, self.job = ChunkScheduler(job.pieces, rates), job
+        self._send_chunks(job)
 
     def _send_chunks(self, job: Job) -> None:
         """Send every worker that has fewer than two chunks its next one; those that have none come first."""
@@ -190,11 +206,9 @@ class Coordinator:
         worker.measure(kind, chunk.size, head.get("seconds"), time.monotonic() - chunk.since if is_awaited else 0.0)
         return chunk if is_awaited else None
 
-    def _take_answer(self, job: Job, worker: RemoteWorker, message: Message) -> None:
+    def _take_answer(self, job: Job, worker: RemoteWorker, chunk: Chunk, message: Message) -> None:
         """Take in a worker's answer to a chunk of a job; a wrong one is an error."""
-        head, op, chunk = message.head, message.head.get("op"), self._find_chunk(worker, message.head)
-        if chunk is None:
-            return
+        head, op = message.head, message.head.get("op")
         if not self.scheduler.is_needed(chunk):
             self.scheduler.return_chunk(chunk.number, time.monotonic())
         elif op == "stale" or (op == "answer" and not job.has_same_weights(head, chunk)):
@@ -236,15 +250,20 @@ class Coordinator:
                 raise WrongAnswerError("it computes other scores for the same members than the coordinator")
         return answer
 
-    def take_events(self, seconds: float, take_answer: TakeAnswer = lambda worker, message: None) -> None:
-        """Take in all events, after waiting up to some seconds for the first, and the answers to jobs among them."""
+    def take_events(self, seconds: float, take_other: TakeMessage = lambda worker, message: None) -> None:
+        """Take in all events, after waiting up to some seconds for the first.
+
+        Args:
+            seconds: How long to wait.
+            take_other: Called with messages of workers that are no answers to chunks of the present job.
+        """
         backend, until = self.crew.backend, time.monotonic() + seconds
         backend.look()
         with suppress(queue.Empty):
             while True:
                 event = backend.events.get(timeout=max(0.0, until - time.monotonic()))
                 until = 0.0  # then only those that are there already
-                self._take_event(event, take_answer)
+                self._take_event(event, take_other)
         if not self.crew.workers and time.monotonic() - self.last_note > WAITING_NOTE:
             self.last_note = time.monotonic()
             refusals = self.admission.refusals
@@ -252,7 +271,7 @@ class Coordinator:
             self.crew.say(f"there are no workers: waiting for some at {backend.address}{refused}")
         self.check_processes()
 
-    def _take_event(self, event: Event, take_answer: TakeAnswer) -> None:
+    def _take_event(self, event: Event, take_other: TakeMessage) -> None:
         """Take in what has happened to a worker; one with a wrong answer is turned away."""
         worker, reason = self.admission.known.get(event.worker), str(event.message.head.get("reason"))[:500]
         if event.kind == "joined":
@@ -271,7 +290,11 @@ class Coordinator:
                 if event.kind == "failed":
                     raise WrongAnswerError(reason)
                 if worker.address in self.crew.workers:
-                    take_answer(worker, event.message)
+                    chunk = self._find_chunk(worker, event.message.head)
+                    if chunk is not None and self.job is not None:
+                        self._take_answer(self.job, worker, chunk, event.message)
+                    else:
+                        take_other(worker, event.message)
                 elif self.admission.take_answer(worker, event.message):
                     self.scheduler.rates[worker.address] = 0.0
                     worker.last_useful = self.generation
