@@ -10,8 +10,8 @@ from germline.fleet.cluster.backend import Message
 class Echo:
     """Returns each message, with what it knows about its process."""
 
-    def __init__(self, threads: int, *, is_shared: bool) -> None:
-        self.about: dict[str, object] = {"pid": os.getpid(), "threads": threads, "is_shared": is_shared}
+    def __init__(self, threads: int) -> None:
+        self.about: dict[str, object] = {"pid": os.getpid(), "threads": threads}
         self.about |= {name: os.environ.get(name) for name in ("GERMLINE_DEVICE", "CUDA_VISIBLE_DEVICES")}
         self.answered = 0
 
@@ -29,5 +29,5 @@ class Echo:
 class Refuses(Echo):
     """Cannot be made."""
 
-    def __init__(self, threads: int, *, is_shared: bool) -> None:
+    def __init__(self, threads: int) -> None:
         raise ImportError("a library is missing")

@@ -114,7 +114,6 @@ class ThreadCluster:
         where: Any = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0"}
         worker.server = Worker(self.scheduler.address, nthreads=threads, memory_limit=0, **where)
         worker.server.extensions["germline"] = worker.responder
-        worker.responder.is_shared = threads > 1
         await worker.server
 
     def check_workers(self) -> None:
@@ -244,7 +243,10 @@ def test_the_workers_probe_sigma(tmp_path: Path) -> None:
 
 
 def test_large_arrays_take_variables_that_are_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and gradients of a million parameters pass through the scheduler, and nothing of them stays there."""
+    """Weights and gradients of a million parameters pass through the scheduler, and nothing of them stays there.
+
+    If the coordinator closes while workers compute, what it has sent and what they answer is dropped.
+    """
     x = torch.randn(8, 1024, generator=torch.Generator().manual_seed(0))
     model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 8)))
     monkeypatch.setattr(Follower, "measure_tell", lambda follower: NEVER)  # so that weights are sent
@@ -260,9 +262,16 @@ def test_large_arrays_take_variables_that_are_emptied(tmp_path: Path, monkeypatc
             variables = cluster.scheduler.extensions["variables"].variables
             while any(record["value"] for record in variables.values()):
                 assert time.monotonic() < until
-                time.sleep(0.05)
+                cluster.fleet.coordinator.take_events(0.05)
             assert variables
             assert len(cluster.scheduler.extensions["spans"].spans) < 5  # not one for each call
+            monkeypatch.setattr(dask, "CLOSING", 0.0)
+            for worker in cluster.fleet.crew.workers.values():
+                cluster.fleet.crew.send(worker, Message({"op": "batch"}, [bytes(4_000_000)]))
+            cluster.fleet.close(ended=True)
+            while variables or any(worker.server.extensions[dask.INBOXES] for worker in cluster.workers):
+                assert time.monotonic() < until
+                time.sleep(0.05)
 
 
 # Faults

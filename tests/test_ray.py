@@ -111,7 +111,6 @@ def test_a_node_becomes_one_worker_that_uses_all_of_it(backend: RayBackend) -> N
     answer = call(backend, worker, b"", b"abc", number=1)
     assert answer.head["number"] == 1
     assert answer.head["threads"] == 2
-    assert answer.head["is_shared"] is False
     assert answer.head["pid"] != os.getpid()
     assert list(answer.arrays) == [b"", b"abc"]
 

@@ -43,7 +43,7 @@ class Answers:
     def __init__(self, responder: str, threads: int, gpus: int) -> None:
         if not gpus:  # the node may have one that Ray was told not to use
             os.environ.setdefault("GERMLINE_DEVICE", "cpu")
-        self.responder = resolve_name(responder)(threads, is_shared=False)
+        self.responder = resolve_name(responder)(threads)
 
     def answer(self, head: Head, arrays: Sequence[Any]) -> tuple[Head, list[PickleBuffer]] | None:
         """Return the answer to a message, if it needs one."""

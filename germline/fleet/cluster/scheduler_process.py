@@ -66,17 +66,6 @@ class SchedulerProcess:
         self.process.communicate()
 
 
-def make_prompt_plugin() -> Any:
-    """Return a plugin by which workers get their messages after 1 ms, not after the 5 for which Dask collects them."""
-    from distributed import SchedulerPlugin
-
-    class Prompt(SchedulerPlugin):
-        def add_worker(self, scheduler: Any, worker: str) -> None:
-            scheduler.stream_comms[worker].interval = 0.001
-
-    return Prompt()
-
-
 async def run_scheduler(options: dict[str, Any]) -> None:
     """Run a scheduler until standard input ends."""
     import dask
@@ -95,7 +84,6 @@ async def run_scheduler(options: dict[str, Any]) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error {error.__cause__ or error}", flush=True)
         return
-    scheduler.add_plugin(make_prompt_plugin())
     print(f"address {scheduler.address}", flush=True)
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, os.read, 0, 1):

@@ -24,7 +24,6 @@ from germline.version import __version__
 
 FOLLOWER = "germline.engine.follower:Follower"  # by name, because the engine is built on the fleets
 RUNS = 2  # that a worker may follow at the same time, for coordinators on one cluster
-PATIENCE = 2.0  # seconds for a message that another thread has and that comes first
 
 
 class FollowsRun(Protocol):
@@ -33,8 +32,6 @@ class FollowsRun(Protocol):
     version: str | None
 
     def join(self, run: str, header: dict[str, Any], recipe: Recipe, given: AnyStrategy | None) -> Message: ...
-
-    def is_ready(self, head: Head) -> bool: ...
 
     def handle(self, message: Message) -> Message | None: ...
 
@@ -49,7 +46,6 @@ class Responder:
             recipes of this package by name, and takes others from the coordinator.
         strategy: The strategy that it was given, as module:Class, if it is not part of this package.
         fleet: Its device and its threads.
-        is_shared: Whether several threads may bring messages.
         on_end: Called when a coordinator says that the run has ended or, with the reason, turns this worker away.
     """
 
@@ -57,18 +53,17 @@ class Responder:
     recipe: str | None = None
     strategy: str | None = None
     fleet: Local = field(default_factory=Local)
-    is_shared: bool = False
     on_end: Callable[[str | None], None] = lambda reason: None
     say: Callable[[str], None] = print_status
     make_follower: Callable[[Local], FollowsRun] = lambda fleet: resolve_name(FOLLOWER)(fleet)
     followers: dict[str, FollowsRun] = field(default_factory=dict)  # by coordinator
-    turn: threading.Condition = field(default_factory=threading.Condition)
+    turn: threading.Lock = field(default_factory=threading.Lock)  # coordinators may have a thread each
 
     @classmethod
-    def from_environment(cls, threads: int | None, *, is_shared: bool) -> "Responder":
+    def from_environment(cls, threads: int | None) -> "Responder":
         """Return the side of a worker that others have started: what it is given are environment variables."""
         recipe, strategy, device = (os.environ.get(f"GERMLINE_{name}") for name in ("RECIPE", "STRATEGY", "DEVICE"))
-        return cls(recipe=recipe, strategy=strategy, fleet=Local(device or "auto", threads), is_shared=is_shared)
+        return cls(recipe=recipe, strategy=strategy, fleet=Local(device or "auto", threads))
 
     def answer(self, message: Message) -> Message | None:
         """Return the answer to a message, if it needs one."""
@@ -83,7 +78,6 @@ class Responder:
                 self.on_end(head.get("reason"))
                 return None
             follower = self._find_follower(head["token"])
-            self.turn.wait_for(lambda: follower.is_ready(head), PATIENCE if self.is_shared else 0.0)
             try:
                 return self._join(follower, message) if op == "welcome" else follower.handle(message)
             except Exception as error:
@@ -92,8 +86,6 @@ class Responder:
                     follower.version = None
                     return None
                 return answer_to(head, "failed", reason=f"{type(error).__name__}: {error}")
-            finally:
-                self.turn.notify_all()
 
     def _find_follower(self, token: str) -> FollowsRun:
         follower = self.followers.pop(token, None) or self.make_follower(self.fleet)
