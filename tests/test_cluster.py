@@ -269,9 +269,10 @@ def test_large_arrays_take_variables_that_are_emptied(tmp_path: Path, monkeypatc
             for worker in cluster.fleet.crew.workers.values():
                 cluster.fleet.crew.send(worker, Message({"op": "batch"}, [bytes(4_000_000)]))
             cluster.fleet.close(ended=True)
-            while variables or any(worker.server.extensions[dask.INBOXES] for worker in cluster.workers):
+            while any(worker.server.extensions[dask.INBOXES] for worker in cluster.workers):
                 assert time.monotonic() < until
                 time.sleep(0.05)
+            assert not any(record["value"] for record in variables.values())
 
 
 # Faults

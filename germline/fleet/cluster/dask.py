@@ -205,8 +205,9 @@ def make_relay() -> Any:
                 self.pass_on(client, worker, None)
             self.called.pop(client, None)
             variables = scheduler.extensions["variables"].variables
-            for name in [name for name in variables if name.startswith(f"{TOPIC}-{client}-")]:
-                del variables[name]
+            for name, variable in variables.items():
+                if name.startswith(f"{TOPIC}-{client}-"):  # it stays, empty: a worker may be waiting for it
+                    variable["value"] = None
 
     return Relay()
 
