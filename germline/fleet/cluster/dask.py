@@ -116,8 +116,8 @@ def serve_coordinator(token: str, client: str) -> None:
         with suppress(queue.Empty):
             if call := inbox.get(timeout=1.0):
                 answerer.answer(call)
-    inboxes.pop(client, None)
     answerer.close()
+    inboxes.pop(client, None)
 
 
 @dataclass
