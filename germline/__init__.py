@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from germline.errors import BadInput, NoProgress
     from germline.fleet import SPMD, Dask, Elastic, Local, Ray
     from germline.metrics import accuracy
+    from germline.normalization import Normalize
     from germline.optim.schedules import Schedule
     from germline.recipes.recipe import Recipe, seeded
+    from germline.rl.gym import Gym
     from germline.search import Search
     from germline.simulators import vectorized
     from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES, Strategy
@@ -33,10 +35,12 @@ __all__ = [
     "Dask",
     "Elastic",
     "Gradient",
+    "Gym",
     "HybridES",
     "Local",
     "MuLambda",
     "NoProgress",
+    "Normalize",
     "OpenAIES",
     "Ray",
     "Recipe",
@@ -56,8 +60,10 @@ _NAMES = {  # the public names by the module that defines them, which is importe
     "germline.errors": ("BadInput", "NoProgress"),
     "germline.fleet": ("SPMD", "Dask", "Elastic", "Local", "Ray"),
     "germline.metrics": ("accuracy",),
+    "germline.normalization": ("Normalize",),
     "germline.optim.schedules": ("Schedule",),
     "germline.recipes.recipe": ("Recipe", "seeded"),
+    "germline.rl.gym": ("Gym",),
     "germline.search": ("Search",),
     "germline.simulators": ("vectorized",),
     "germline.strategies": ("GA", "PESGD", "PSO", "SNES", "Gradient", "HybridES", "MuLambda", "OpenAIES", "Strategy"),

@@ -91,6 +91,7 @@ def train(
     batch_size: int | None = None,
     generations: int | None = None,
     seconds: float | None = None,
+    interactions: int | None = None,
     target: str | tuple[str, float] | None = None,
     patience: int | None = None,
     keep: Literal["last", "best"] | None = None,
@@ -123,6 +124,7 @@ def train(
         batch_size: Examples of a generation; a DataLoader's batch size, else all of the data.
         generations: End after this many generations in all; 300 if no limit is given.
         seconds: End after this many seconds of training.
+        interactions: End after this many steps of the simulators of ``gl.Gym``.
         target: End when a metric reaches a value: ``"dev_accuracy=0.95"`` or ``("dev_accuracy", 0.95)``.
         patience: End when this many evaluations of ``dev`` in a row have brought no better metric.
         keep: Which weights the result has: those of the ``"last"`` generation, or of the one with the ``"best"``
@@ -156,9 +158,10 @@ def train(
     >>> result.history[-1]["mean"] < 0.1 * result.history[0]["mean"]
     True
     """
-    if generations is None and seconds is None and target is None:
+    if generations is None and seconds is None and target is None and interactions is None:
         generations = 300
-    fleet, stop = fleet or Local(), Stop(generations, seconds, Target.parse(target), patience=patience)
+    stop = Stop(generations, seconds, Target.parse(target), patience=patience, interactions=interactions)
+    fleet = fleet or Local()
     called = [callbacks] if callable(callbacks) else list(callbacks)
     chosen = find_strategy(strategy)() if isinstance(strategy, str) else strategy
     recipe = Recipe(

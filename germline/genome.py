@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from germline.errors import BadInput
+from germline.normalization import Normalize
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,8 @@ def tracks_statistics(part: nn.Module) -> bool:
 def frozen_sha256(module: nn.Module) -> str:
     """Return the hash of what a run needs of a module in addition to theta: frozen parameters, persistent buffers.
 
-    The running statistics of norms in training mode are left out, since they are re-estimated.
+    The running statistics of norms in training mode are left out, since they are re-estimated, and so are those of
+    layers that normalize observations, which are in the journal.
 
     Args:
         module: the module of a run.
@@ -245,6 +247,8 @@ def frozen_sha256(module: nn.Module) -> str:
     norms = [name for name, part in parts if tracks_statistics(part) and part.training]
     buffers = ("running_mean", "running_var", "num_batches_tracked")
     statistics = {f"{norm}.{buffer}".lstrip(".") for norm in norms for buffer in buffers}
+    normalizing = [name for name, part in module.named_modules(remove_duplicate=False) if isinstance(part, Normalize)]
+    statistics |= {f"{name}.{buffer}".lstrip(".") for name in normalizing for buffer in ("mean", "std")}
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         if name not in trainable and name not in statistics:

@@ -480,9 +480,11 @@ def build_objective(
     ((name, function),) = functions.items()
     if name == "loss" and maximize:
         raise BadInput("A loss is minimized: give score= with maximize=True for what is to be maximized.")
-    larger_is_better = name == "score" if maximize is None else maximize
+    population = as_population(function)
+    is_score = name == "score" or (population is not None and population.maximize)
+    larger_is_better = is_score if maximize is None else maximize
     of_model, named = name == "objective", name_metrics(metrics) if metrics is not None else None
-    has_seed = of_model and (takes_seed(function) or as_population(function) is not None)
+    has_seed = of_model and (takes_seed(function) or population is not None)
     return Objective(function, larger_is_better, of_model, named, takes_seed=has_seed)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from germline import noise
 from germline.engine import opening
 from germline.engine.diagnostics import probe_sigma
-from germline.engine.drivers import CHECK_SIGMA, OFFSPRING_COPIES
+from germline.engine.drivers import CHECK_SIGMA, OFFSPRING_COPIES, sum_observations
 from germline.engine.header import build_header, describe_settings, restore_strategy
 from germline.engine.journal import Journal, Record, content_sha256
 from germline.engine.replay import apply_probe, replay
@@ -268,7 +268,7 @@ class Search:
 
         generation = Generation(candidates, None, scorer.genome, None)
         numbers = np.arange(strategy.population)
-        return Members(generation, numbers, find_evaluator, fall_back, run, settings)
+        return Members(generation, numbers, find_evaluator, fall_back, run, settings, single_threaded_torch)
 
     def tell(self, scores: ArrayLike | torch.Tensor) -> None:
         """Move the center by the scores of the members that ``ask`` returns.
@@ -307,18 +307,17 @@ class Search:
         session.advance(result)
         session.generation += 1
         self._started = time.perf_counter()
-        if session.journal is None:
-            return
-        theta = theta_sha256(session.state.theta) if session.driver.records_theta else None
-        seconds = round(self._started - started, 6)
-        info = {"seconds": seconds, "samples": samples, "bytes": session.fleet.count_bytes()}
+        theta = theta_sha256(session.state.theta) if session.driver.records_theta and self._run is not None else None
+        info: dict[str, Any] = {"seconds": round(self._started - started, 6), "samples": samples}
+        info |= {"bytes": session.fleet.count_bytes(), **sum_observations(result)}
         if session.scorer.plan is not None:
             info["plan"] = asdict(session.scorer.plan)
         record = Record(result, theta, info)
-        session.journal.append(record)
-        session.commit()
-        if session.generation % SNAPSHOT_EVERY == 0:
-            session.save_snapshot()
+        if session.journal is not None:
+            session.journal.append(record)
+            session.commit()
+            if session.generation % SNAPSHOT_EVERY == 0:
+                session.save_snapshot()
         session.note(record)
 
     def _create_journal(self, path: Path) -> None:

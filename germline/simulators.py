@@ -91,22 +91,37 @@ class PopulationObjective(Protocol):
     """A function of (members, seed) that scores all members of a block together; derive from this class.
 
     Attributes:
+        maximize: Whether it is maximized where the user does not say so.
         block: The most members that it takes at once; None for as many as fit into memory.
         columns: The numbers that it returns for each member: the score and, where it counts them, the steps of its
             episodes, then sums of its observations and of their squares.
         splits: The names of the sets of held-out episodes on which ``measure`` can be called.
     """
 
+    maximize: bool = False
     block: int | None = None
     columns: int = 1
     splits: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str | None:
+        """The name of the simulator, for the header of a run."""
+        return None
+
     def __call__(self, members: MembersLike, seed: int) -> Any:
         """Return the scores: (members,) or (members, columns)."""
 
+    def bind(self, module: nn.Module) -> "PopulationObjective":
+        """Return the objective for the members of a module."""
+        return self
+
     def measure(self, members: MembersLike, split: str, run_seed: int) -> dict[str, float]:
-        """Return metrics of one member on held-out episodes."""
+        """Return metrics of one member on held-out episodes: ``return`` and others."""
         return {}
+
+    def draw(self, module: nn.Module, run_seed: int) -> bytes | None:
+        """Return an animated picture of a module at work, as a GIF, or None."""
+        return None
 
 
 def as_population(function: Any) -> PopulationObjective | None:

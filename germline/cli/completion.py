@@ -19,6 +19,11 @@ RECIPES = (
     "lstm-temperature",
     "lstm-etth1",
     "threshold-digits",
+    "cartpole",
+    "lunar-lander",
+    "swimmer",
+    "half-cheetah",
+    "pong-ram",
 )
 STRATEGIES = ("openai-es", "snes", "mu-lambda", "ga", "pso", "hybrid-es", "pesgd", "gradient")
 

@@ -116,6 +116,7 @@ class StopOptions:
     evaluations: Annotated[
         int | None, Option(help="stop after this many forward passes of a batch; a backward pass counts as two")
     ] = None
+    interactions: Annotated[int | None, Option(help="stop after this many steps of simulators")] = None
     target: Annotated[str | None, Option(metavar="METRIC=VALUE", help="stop when a metric reaches a value")] = None
     patience: Annotated[
         int | None, Option(help="stop when this many evaluations of the dev set in a row bring no better metric")
@@ -123,14 +124,15 @@ class StopOptions:
 
     @property
     def is_limited(self) -> bool:
-        return (self.generations, self.seconds, self.evaluations) != (None, None, None)
+        return any(x is not None for x in (self.generations, self.seconds, self.evaluations, self.interactions))
 
     def limits(self, recipe: "Recipe | None" = None) -> "Stop":
         """Return the limits of a run: if none is given, the recipe's number of generations."""
         from germline.engine.stopping import Stop, Target
 
         generations = self.generations if self.is_limited or recipe is None else recipe.generations
-        return Stop(generations, self.seconds, Target.parse(self.target), self.evaluations, self.patience)
+        target = Target.parse(self.target)
+        return Stop(generations, self.seconds, target, self.evaluations, self.patience, self.interactions)
 
 
 @dataclass

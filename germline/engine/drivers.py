@@ -318,7 +318,15 @@ def make_inputs(
     has_gradient = state is not None and state is not session.state
     version, state = f"{generation}{'+' * has_gradient}", session.state if state is None else state
     given = session.given_batch
-    return GenerationInputs(session.strategy, state, version, generation, values, batch=generation, given_batch=given)
+    inputs = GenerationInputs(session.strategy, state, version, generation, values, batch=generation)
+    return replace(inputs, given_batch=given, observations=session.observations)
+
+
+def sum_observations(result: GenerationResult) -> dict[str, list[float]]:
+    """Return what a record holds of the observations of a generation: steps, sums and sums of squares, if any."""
+    if result.counts is None or result.counts.shape[1] < 2:
+        return {}
+    return {"observations": result.counts.sum(0, dtype=np.float64).tolist()}
 
 
 def gradient_strategy(session: "Session") -> GradientStrategy[Any]:

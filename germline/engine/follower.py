@@ -184,6 +184,7 @@ class Follower:
         batch = session.dev_batch(head["batch"]) if head["on_dev"] else self.batch(head["batch"])
         candidates = strategy.ask(self.asked, session.noise, head["address"], head["values"])
         evaluator = session.scorer.evaluator
+        session.scorer.normalize(head.get("observations", ()))
         scores = self.fleet.executor.score_blocks(evaluator, candidates, strategy.population, batch, share)
         return [scores.astype(np.float32).tobytes()]
 

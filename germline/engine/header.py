@@ -26,7 +26,8 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the header of a session; ``about`` holds the recipe's name and settings, the command and the limits."""
     scorer, fleet, batches = session.scorer, session.fleet, session.batches
     assert scorer.module is not None
-    norms = session.fixed_norms
+    norms, population = session.fixed_norms, scorer.objective.population
+    simulator = population.name if population is not None else None
     return {
         "recipe": about.get("recipe"),
         "recipe_settings": about.get("recipe_settings", {}),
@@ -39,6 +40,7 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
         "layout": scorer.genome.describe(),
         "frozen_sha256": frozen_sha256(scorer.module),
         **({"fixed_norms": norms} if norms else {}),
+        **({"simulator": simulator} if simulator else {}),
         "data": {name: data.fingerprint for name, data in session.splits.items()},
         "batch_size": batches.batch_size if batches is not None else None,
         "shuffle": batches.shuffle if batches is not None else True,

@@ -146,6 +146,7 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     session.best = Best(**best) if best is not None else None
     for name, value in totals.items():
         setattr(session, name, value)
+    session.scorer.normalize(session.observations)
     session.scorer.adopt(Plan(**plan))
     if session.strategy.needs_probe and sigma is not None:
         session.strategy = session.strategy.with_settings(sigma=sigma)

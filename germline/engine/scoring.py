@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from germline.fleet.protocol import Fleet, Scores
 from germline.genome import Genome
 from germline.kernels import kernel_device
 from germline.noise import ADDRESS_LIMIT, Stream
-from germline.objective import Batch, Objective, seeded_generators
+from germline.normalization import normalize
+from germline.objective import Batch, Objective, iterate_tensors, seeded_generators
 from germline.population import (
     METHODS,
     SURVIVAL,
@@ -101,6 +102,11 @@ class Scorer:
         assert self.module is not None, "a replay without a module evaluates nothing"
         return Evaluator.build(self.module, self.genome, self.objective, self.device, plan)
 
+    def normalize(self, observations: Sequence[float]) -> None:
+        """Have all copies of the module normalize observations by these sums; by none before the first generation."""
+        for module in (self.module, *(evaluator.module for evaluator in self.evaluators.values())):
+            normalize(module, observations)
+
     def adopt(self, plan: Plan) -> None:
         """Evaluate members by another plan from now on."""
         if plan != self.plan:
@@ -175,7 +181,12 @@ class Scorer:
             return Evaluator.build(self.module, self.genome, goal, self.device, plan)
 
         with single_threaded_torch(), exact_arithmetic(self.device):
-            size = block_size(population, self.genome, module, batch, copies, processes=processes, largest=largest)
+            try:
+                size = block_size(population, self.genome, module, batch, copies, processes=processes, largest=largest)
+            except Exception as error:
+                shapes = [tuple(x.shape) for x in iterate_tensors([batch.args, batch.kwargs])] if batch else []
+                message = f"The model cannot be run on inputs of shape {shapes}: {type(error).__name__}: {error}"
+                raise BadInput(message) from error
             if batch is None:  # it never calls the model
                 return Plan(size, "population")
             is_small = 4 * size * self.genome.size <= SMALL_WEIGHTS

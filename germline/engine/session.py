@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from germline.clock import clock
 from germline.engine.best import Best
 from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
-from germline.engine.drivers import Driver, find_driver, gradient_strategy, make_inputs
+from germline.engine.drivers import Driver, find_driver, gradient_strategy, make_inputs, sum_observations
 from germline.engine.export import export_model
 from germline.engine.history import Row, describe_record, read_rows
-from germline.engine.journal import Journal, Record
+from germline.engine.journal import Journal, Record, write_atomically
 from germline.engine.scoring import Scorer
 from germline.errors import BadInput
 from germline.fleet.executor import Executor
@@ -29,6 +29,7 @@ from germline.noise import Field
 from germline.objective import Batch, Batches, Data, Objective
 from germline.population import (
     DType,
+    Evaluator,
     Plan,
     fixed_norms,
     refresh_statistics,
@@ -36,7 +37,8 @@ from germline.population import (
     single_threaded_torch,
 )
 from germline.recipes import Recipe
-from germline.strategies import AnyStrategy, GenerationResult
+from germline.simulators import SingleMember
+from germline.strategies import AnyStrategy, Candidates, GenerationResult
 from germline.strategies.registry import check_state, check_strategy
 from germline.strategies.settings import check_choice, set_schedules
 
@@ -105,6 +107,7 @@ class Session:
     part_used: float = 0.0  # of the run's budget, by its limits and the samples so far: schedules go by it
     unrecorded_seconds: float = 0.0  # of writing the last generation, which the next record counts
     last_commit: float = 0.0  # when records were last written to disk
+    observations: list[float] = field(default_factory=list)  # steps, sums and sums of squares of all generations
     peak_bytes: int = 0  # of a GPU, in generations whose resources were measured
 
     @classmethod
@@ -150,9 +153,14 @@ class Session:
             raise BadInput(f"The strategy {strategy.name} needs data and a loss of (output, target), not an objective.")
         strategy = strategy.bind(genome)
         objective = replace(objective, run_seed=seed)  # from which it draws the seed of a generation
+        if objective.population is not None and module is not None:
+            objective = replace(objective, function=objective.population.bind(module))
         scorer = Scorer(module, genome, objective, device, dtype, dropout, plan)
         session = cls(strategy, scorer, fleet, seed, strategy.field(seed, genome), find_driver(strategy))
         session.state = session.driver.init(session, session.read_theta())
+        if objective.population is not None:
+            session.eval_splits = ("dev",)
+            scorer.normalize(())  # the module may come from another run
         check_state(strategy, session.state, genome.size)
         return session
 
@@ -173,6 +181,14 @@ class Session:
         self.prepare(batch)
         candidates, plan = self.driver.sample(self)
         evaluator = self.scorer.find_evaluator(plan)
+        self.scorer.normalize(())
+        try:
+            return self._score_sample(evaluator, candidates, batch)
+        finally:
+            self.scorer.normalize(self.observations)
+
+    def _score_sample(self, evaluator: Evaluator, candidates: Candidates, batch: Batch | None) -> Scores:
+        plan = evaluator.plan
         return Executor().score_blocks(evaluator, candidates, plan.block, batch)[: plan.block * evaluator.columns]
 
     def share_update(self) -> None:
@@ -244,6 +260,7 @@ class Session:
             "bytes": self.fleet.count_bytes(),
         }
         info |= {"metrics": metrics} if metrics else {}
+        info |= sum_observations(result)
         info |= {"diagnostics": diagnostics} if diagnostics else {}
         info |= {"plan": asdict(self.scorer.chosen_plan)} if self.scorer.plan != plan else {}
         record = Record(result, theta_sha256(self.state.theta) if self.driver.records_theta else None, info)
@@ -319,6 +336,10 @@ class Session:
         self.add_totals(record)
         if "plan" in record.info:  # from here on members were evaluated by another plan
             self.scorer.adopt(Plan(**record.info["plan"]))
+        if "observations" in record.info:
+            sums = record.info["observations"]
+            self.observations = [a + b for a, b in zip(self.observations or [0.0] * len(sums), sums, strict=True)]
+            self.scorer.normalize(self.observations)
         metrics = record.info.get("metrics", {})
         self.metrics |= metrics
         self.best = self.best or Best.of(self.scorer.objective, self.splits)
@@ -368,7 +389,10 @@ class Session:
             model = self.model()
             metrics = {f"center_{objective.name}": float(objective.score(model, batch, last))}
             for split in self.eval_splits:
-                if split in self.splits:
+                if objective.population is not None and split in objective.population.splits:
+                    values = objective.population.measure(SingleMember(model), split, self.seed)
+                    metrics |= {f"{split}_{key}": value for key, value in values.items()}
+                elif split in self.splits:
                     values = objective.evaluate(model, self.splits[split], self.scorer.device)
                     metrics |= {f"{split}_{key}": value for key, value in values.items()}
         return metrics
@@ -426,7 +450,12 @@ class Session:
         kept_generation = self._keep_best(batch, replay_theta) if self.keeps_best else self.generation
         self.eval_splits = ("train", "dev", "test") if not self.scorer.objective.of_model else ("dev", "test")
         self.metrics |= self.measure(batch)
-        export_model(self.model(), self.path / "model.safetensors")
+        model = self.model()
+        export_model(model, self.path / "model.safetensors")
+        population = self.scorer.objective.population
+        picture = population.draw(model.cpu(), self.seed) if population is not None else None
+        if picture is not None:
+            write_atomically(self.path / "episode.gif", picture)
         summary = {
             "run": str(self.path),
             "recipe": self.require_journal().header["recipe"],
@@ -448,5 +477,5 @@ class Session:
 
     def totals(self) -> Mapping[str, Any]:
         """Return what a rank that joins a resumed run must know."""
-        names = ("generation", "seconds", "samples", "evaluations", "metrics")
+        names = ("generation", "seconds", "samples", "evaluations", "metrics", "observations")
         return {name: getattr(self, name) for name in names} | {"best": asdict(self.best) if self.best else None}

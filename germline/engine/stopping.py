@@ -52,6 +52,7 @@ class Stop:
         seconds: Seconds of training in all, over every resume.
         target: A metric and its value.
         evaluations: Forward passes of a batch, of which a backward pass counts as two.
+        interactions: Steps of simulators that count them.
         patience: Evaluations of the dev set in a row that bring no better metric (``engine.best`` says which one).
     """
 
@@ -60,6 +61,7 @@ class Stop:
     target: Target | None = None
     evaluations: int | None = None
     patience: int | None = None
+    interactions: int | None = None
 
     @classmethod
     def from_header(cls, limits: Mapping[str, Any]) -> "Stop":
@@ -72,6 +74,8 @@ class Stop:
             raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
         if self.evaluations is not None and self.evaluations < 0:
             raise BadInput(f"The number of evaluations must not be negative, but is {self.evaluations}.")
+        if self.interactions is not None and self.interactions < 0:
+            raise BadInput(f"The number of interactions must not be negative, but is {self.interactions}.")
         if self.patience is not None and self.patience < 1:
             raise BadInput(f"The patience must be at least 1 evaluation of the dev set, not {self.patience}.")
         if self.seconds is not None and not 0 <= self.seconds < float("inf"):
@@ -80,8 +84,12 @@ class Stop:
     def check(self, objective: Objective, splits: Collection[str]) -> None:
         """Raise an error that names the metrics, if the target's metric or that of patience will not be measured."""
         names = [f"{split}_{kind}" for split in splits for kind in objective.measured()] + [f"center_{objective.name}"]
+        if objective.population is not None:
+            names += [f"{split}_{kind}" for split in objective.population.splits for kind in ("return", "steps")]
         if self.patience is not None:
             Best.require(objective, splits, "patience")
+        if self.interactions is not None and objective.columns == 1:
+            raise BadInput("A limit of interactions needs an objective that counts them, such as gl.Gym.")
         if self.target is not None and self.target.metric not in names:
             raise unknown_name("metric", self.target.metric, names)
 
@@ -94,7 +102,8 @@ class Stop:
         """
         seconds, _ = session.fleet.group.stop_status(session.seconds, False)
         passes = self.evaluations * session.batch_size if self.evaluations is not None else None
-        used = ((session.generation, self.generations), (samples, passes), (seconds, self.seconds))
+        steps = (samples, self.interactions)
+        used = ((session.generation, self.generations), (samples, passes), (seconds, self.seconds), steps)
         return min(1.0, max((amount / limit for amount, limit in used if limit), default=0.0))
 
     def reason(self, session: Session) -> str | None:
@@ -107,6 +116,8 @@ class Stop:
             return "generations"
         if self.evaluations is not None and session.samples >= self.evaluations * session.batch_size:
             return "evaluations"
+        if self.interactions is not None and session.samples >= self.interactions:
+            return "interactions"
         seconds, request = session.fleet.group.stop_status(session.seconds, session.stop_request)
         if self.seconds is not None and seconds >= self.seconds:
             return "seconds"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 READS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero")  # code may take another path with other values
 
@@ -105,15 +104,15 @@ def is_identity(function: Any, args: Any, output: Any) -> bool:
 class Tape:
     """A recorded call: ``prepare`` computes what depends on constants alone, ``play`` the rest."""
 
-    def __init__(self, recorder: Recorder, outputs: list[str], spec: TreeSpec) -> None:
+    def __init__(self, recorder: Recorder, output: str) -> None:
         prepare = ["def prepare(c, v):", "p = {}", *recorder.once, "return p"]
-        play = ["def play(c, v, p, x):", *recorder.always, f"return [{', '.join(outputs)}]"]
+        play = ["def play(c, v, p, x):", *recorder.always, f"return {output}"]
         space: dict[str, Any] = {}
         for lines in (prepare, play):
             exec("\n    ".join(lines), space)
         self._prepare: Callable[..., dict[str, Tensor]] = space["prepare"]
-        self._play: Callable[..., list[Any]] = space["play"]
-        self.values, self.spec = recorder.values, spec
+        self._play: Callable[..., Any] = space["play"]
+        self.values = recorder.values
         self.is_trusted = False  # once it has given the bits of a second call
 
     def prepare(self, constants: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -122,7 +121,7 @@ class Tape:
 
     def play(self, constants: Sequence[Tensor], prepared: dict[str, Tensor], inputs: Sequence[Tensor]) -> Any:
         """Return the output of the call for other inputs."""
-        return tree_unflatten(self._play(constants, self.values, prepared, inputs), self.spec)
+        return self._play(constants, self.values, prepared, inputs)
 
 
 def record(
@@ -138,10 +137,20 @@ def record(
     recorder = Recorder(constants, inputs)
     with recorder:
         output = function()
-    leaves, spec = tree_flatten(output)
-    if not recorder.is_valid or not all(isinstance(leaf, Tensor) for leaf in leaves):
-        return output, None
-    names = [recorder.names.get(id(leaf)) for leaf in leaves]
-    if any(name is None or name not in recorder.varying or name.startswith("x") for name in names):
-        return output, None  # an output that torch has made in another way, or that is not a new tensor
-    return output, Tape(recorder, [str(name) for name in names], spec)
+    written = write_output(recorder, output) if recorder.is_valid else None
+    return output, Tape(recorder, written) if written is not None else None
+
+
+def write_output(recorder: Recorder, output: Any) -> str | None:
+    """Return an output of tensors, tuples, lists and dicts as code; None if it has anything but new tensors in it."""
+    if isinstance(output, Tensor):
+        name = recorder.names.get(id(output))
+        return name if name in recorder.varying and not name.startswith("x") else None
+    items = output.values() if type(output) is dict else output if type(output) in (tuple, list) else ()
+    parts = [write_output(recorder, item) for item in items]
+    if not parts or None in parts:
+        return None
+    if type(output) is dict:
+        pairs = [f"{key!r}: {part}" for key, part in zip(output, parts, strict=True)]
+        return "{" + ", ".join(pairs) + "}" if all(isinstance(key, str) for key in output) else None
+    return f"({', '.join(map(str, parts))},)" if type(output) is tuple else f"[{', '.join(map(str, parts))}]"

@@ -18,6 +18,7 @@ from germline.recipes.mnist import mnist_conv, mnist_mlp
 from germline.recipes.nuclei import unet_nuclei
 from germline.recipes.pesgd import pesgd_mnist
 from germline.recipes.recipe import Recipe
+from germline.recipes.rl import cartpole, half_cheetah, lunar_lander, pong_ram, swimmer
 from germline.recipes.series import lstm_etth1, lstm_temperature
 from germline.recipes.threshold import threshold_digits
 from germline.strategies.settings import parse_setting
@@ -25,7 +26,8 @@ from germline.strategies.settings import parse_setting
 Maker = Callable[..., Recipe]
 CLASSES = (digits, mnist_mlp, mnist_conv, mnist_3m, cif_900k, cif_8m, hybrid_es_mnist, hybrid_es_convnet, pesgd_mnist)
 OTHERS = (unet_nuclei, lstm_temperature, lstm_etth1, threshold_digits)
-RECIPES: dict[str, Maker] = {make.__name__.replace("_", "-"): make for make in (*CLASSES, *OTHERS)}
+SIMULATORS = (cartpole, lunar_lander, swimmer, half_cheetah, pong_ram)
+RECIPES: dict[str, Maker] = {make.__name__.replace("_", "-"): make for make in (*CLASSES, *OTHERS, *SIMULATORS)}
 
 
 def recipe_address(name: str) -> str:

@@ -60,7 +60,8 @@ def write_report(runs: Sequence[ReportedRun], file: Path) -> None:
     """
     title = "Germline: " + ", ".join(name for name, *_ in runs)
     body = [f"<h1>{html.escape(title)}</h1>", render_results(runs), draw_curves(runs)]
-    for name, header, *_ in runs:
+    for name, header, _, outcome in runs:
+        body.append(render_episode(outcome))
         body.append(f"<h2>{html.escape(name)}: settings</h2>{render_settings(header)}")
         if header.get("command"):
             body.append(f"<p>The command that repeats it:</p><pre>{html.escape(header['command'])}</pre>")
@@ -94,6 +95,15 @@ def render_results(runs: Sequence[ReportedRun]) -> str:
     return render_table(["run", "recipe", "strategy", "generations", "seconds", "result"], lines)
 
 
+def render_episode(outcome: Mapping[str, Any]) -> str:
+    """Return the animated picture of an episode that the center has played, if the run has one."""
+    file = Path(outcome.get("run") or ".") / "episode.gif"
+    if not outcome.get("run") or not file.is_file():
+        return ""
+    content = base64.b64encode(file.read_bytes()).decode()
+    return f'<p><img alt="an episode of the trained policy" src="data:image/gif;base64,{content}"></p>'
+
+
 def render_settings(header: Mapping[str, Any]) -> str:
     """Return the table of a run's settings."""
     rows = [["seed", header["seed"]], ["parameters", sum(math.prod(shape) for _, shape, _, _ in header["layout"])]]
@@ -113,9 +123,12 @@ def draw_curves(runs: Sequence[ReportedRun]) -> str:
     metrics = [key for key in metrics if not key.endswith(("_loss", "_score"))] or metrics
     drawn = {"score": ["mean", "best"]} | ({"metric": metrics} if metrics else {})
     names = {"mean": "mean of members"}
+    axes = [("generation", "generation"), ("total_seconds", "seconds of training")]
+    if any(header.get("simulator") for _, header, *_ in runs):
+        axes.append(("total_samples", "steps of the simulator"))
     figures = []
     for what, columns in drawn.items():
-        for x, label in (("generation", "generation"), ("total_seconds", "seconds of training")):
+        for x, label in axes:
             curves = [
                 Curve(
                     (f"{name}: " if len(runs) > 1 else "") + names.get(column, column.replace("_", " ")),

@@ -7,7 +7,7 @@ which lets a fleet share out an update. ``openai_es.py`` is the example to read,
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
@@ -59,6 +59,7 @@ class GenerationInputs:
         on_dev: Whether that batch is one of the dev set.
         given_batch: The batch itself, where it comes from the caller and not from a data set that others have.
         gradient: The gradient that the State includes, if it includes that of this generation.
+        observations: The sums of observations by which members normalize theirs.
     """
 
     strategy: "Strategy[Any]"
@@ -70,6 +71,7 @@ class GenerationInputs:
     on_dev: bool = False
     given_batch: Any = None
     gradient: Tensor | None = None
+    observations: Sequence[float] = ()
 
 
 class Strategy(Protocol[S]):

@@ -76,6 +76,7 @@ class Job:
         inputs, plan = self.inputs, asdict(self.plan) if self.plan is not None else None
         head: Head = {"op": "job", "kind": self.kind, "version": inputs.version, "generation": self.generation}
         head |= {"address": inputs.address, "values": dict(inputs.values), "batch": inputs.batch}
+        head |= {"observations": list(inputs.observations)} if inputs.observations else {}
         return head | {"on_dev": inputs.on_dev, "plan": plan, "checked_fields": list(self.weights)}
 
     def is_same(self, other: "Job") -> bool:

@@ -1,0 +1,1 @@
+"""Reinforcement learning: environments of Gymnasium as an objective of a population."""
