@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from germline.rl.gym import Gym
     from germline.search import Search
     from germline.simulators import vectorized
-    from germline.strategies import GA, PESGD, PSO, SNES, Gradient, HybridES, MuLambda, OpenAIES, Strategy
+    from germline.strategies import GA, PESGD, PSO, SNES, DeepGA, Gradient, HybridES, MuLambda, OpenAIES, Strategy
 
 __all__ = [
     "GA",
@@ -33,6 +33,7 @@ __all__ = [
     "SPMD",
     "BadInput",
     "Dask",
+    "DeepGA",
     "Elastic",
     "Gradient",
     "Gym",
@@ -66,7 +67,18 @@ _NAMES = {  # the public names by the module that defines them, which is importe
     "germline.rl.gym": ("Gym",),
     "germline.search": ("Search",),
     "germline.simulators": ("vectorized",),
-    "germline.strategies": ("GA", "PESGD", "PSO", "SNES", "Gradient", "HybridES", "MuLambda", "OpenAIES", "Strategy"),
+    "germline.strategies": (
+        "GA",
+        "PESGD",
+        "PSO",
+        "SNES",
+        "DeepGA",
+        "Gradient",
+        "HybridES",
+        "MuLambda",
+        "OpenAIES",
+        "Strategy",
+    ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

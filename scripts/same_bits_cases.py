@@ -28,6 +28,7 @@ STRATEGIES: dict[str, Any] = {
     "snes": gl.SNES(population=24, sigma=0.1),
     "mu-lambda": gl.MuLambda(population=24, parents=4, mates=2),
     "ga": gl.GA(population=24, parents=4, crossover="one-point", mutation=0.5),
+    "deep-ga": gl.DeepGA(population=24, parents=4, sigma=0.05),
     "pso": gl.PSO(population=24, decay=0.9),
     "hybrid-es": gl.HybridES(population=6, lr=0.2, sigma=0.5, variant="assisted", adapt=1.1, weight_decay=0.01),
     "pesgd": gl.PESGD(population=4, lr=0.1, sigma=0.01),

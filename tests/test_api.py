@@ -30,6 +30,7 @@ NAMES = [
     "SPMD",
     "BadInput",
     "Dask",
+    "DeepGA",
     "Elastic",
     "Gradient",
     "Gym",

@@ -25,7 +25,7 @@ RECIPES = (
     "half-cheetah",
     "pong-ram",
 )
-STRATEGIES = ("openai-es", "snes", "mu-lambda", "ga", "pso", "hybrid-es", "pesgd", "gradient")
+STRATEGIES = ("openai-es", "snes", "mu-lambda", "ga", "deep-ga", "pso", "hybrid-es", "pesgd", "gradient")
 
 
 def complete_recipe(incomplete: str) -> Iterator[str]:

@@ -17,8 +17,8 @@ def describe_record(record: Record, maximize: bool) -> Row:
     return {
         "generation": record.result.generation,
         "best": float(scores[int(goodness(scores, maximize).argmax())]),
-        "mean": float(finite.mean()) if finite.size else float("nan"),
-        "spread": float(finite.std()) if finite.size else float("nan"),
+        "mean": float(finite.mean(dtype=np.float64)) if finite.size else float("nan"),
+        "spread": float(finite.std(dtype=np.float64)) if finite.size else float("nan"),
         "skipped": not finite.size,
         "members": int(scores.size),
         "seconds": record.info["seconds"],

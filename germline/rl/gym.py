@@ -47,7 +47,8 @@ class Gym(PopulationObjective):
         environment: The name of an environment, a function that returns one, or a function of ``num_envs`` that returns
             a vectorized one, whose ``reset`` takes a list of seeds.
         episodes: Episodes of each member in a generation.
-        max_steps: Steps after which an episode ends; the environment's own limit if not given.
+        max_steps: Steps after which an episode of training ends; the environment's own limit if not given, which
+            always holds for held-out episodes.
         actions: How outputs become actions. ``"auto"`` is the largest of the outputs (``"argmax"``) for a discrete
             action and, for a continuous one, the output within the bounds of the action space: ``"clip"``, or
             ``"squash"`` by a hyperbolic tangent. Or a function of the array of outputs.
@@ -87,8 +88,6 @@ class Gym(PopulationObjective):
     ) -> None:
         if episodes < 1:
             raise BadInput(f"A member plays at least one episode, not {episodes}.")
-        if isinstance(environment, str) and max_steps is not None:
-            settings["max_episode_steps"] = max_steps
         self.environment, self.settings, self.episodes = environment, settings, episodes
         self.max_steps, self.actions, self.action_noise, self.reward = max_steps, actions, action_noise, reward
         self.held_out = {"dev": dev_episodes, "test": test_episodes}
@@ -136,7 +135,7 @@ class Gym(PopulationObjective):
             members: The members.
             seeds: The seeds of the episodes.
             observed: The number of observations whose sums are wanted, or 0.
-            noise: The noise on actions and the reward hook, in training.
+            noise: The noise on actions, in training; there are a limit of steps and the reward hook as well.
 
         Returns:
             Returns and steps, (members, episodes), and for each member the sums of its observations and of their
@@ -147,7 +146,8 @@ class Gym(PopulationObjective):
         sums, active, state = np.zeros((count, 2 * observed)), np.ones(count * episodes, bool), None
         with self._pool.take(count * episodes) as environments, torch.no_grad():
             observations = environments.reset(np.tile(seeds, count))
-            for step in range(self.max_steps or NO_LIMIT):
+            limit = self.max_steps if noise is not None else None
+            for step in range(limit or NO_LIMIT):
                 rows = np.asarray(observations, np.float32)
                 x = torch.from_numpy(rows.reshape(count, episodes, *rows.shape[1:]))
                 if observed:

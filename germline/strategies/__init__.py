@@ -1,6 +1,7 @@
 """The strategies, the protocol that they follow, and the registry that finds them by name."""
 
 from germline.strategies.candidates import Candidates, Offspring, UnsharedCandidates, describe_offspring
+from germline.strategies.deep_ga import DeepGA
 from germline.strategies.ga import GA
 from germline.strategies.gradient import Gradient
 from germline.strategies.hybrid_es import HybridES

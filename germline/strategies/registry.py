@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from germline.errors import BadInput, format_error, unknown_name
+from germline.strategies.deep_ga import DeepGA
 from germline.strategies.ga import GA
 from germline.strategies.gradient import Gradient
 from germline.strategies.hybrid_es import HybridES
@@ -20,7 +21,7 @@ from germline.strategies.snes import SNES
 from germline.strategies.state import is_dataclass_instance, pack
 
 STRATEGIES: dict[str, type[Any]] = {
-    cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, PSO, HybridES, PESGD, Gradient)
+    cls.name: cls for cls in (OpenAIES, SNES, MuLambda, GA, DeepGA, PSO, HybridES, PESGD, Gradient)
 }
 GROUP = "germline.strategies"  # entry points of installed packages
 PROTOCOLS = (Strategy, SummedStrategy, GradientStrategy, MemberStrategy)
