@@ -176,6 +176,30 @@ def test_noise_that_is_not_mirrored(name: str, rank: int | None) -> None:
     compare(*prepare(build, shapes, rank, "cpu", mirrored=False), Plan(BLOCK, "population"), 2e-5)
 
 
+# products that oneDNN computes, poolings of odd sizes, filters of several addresses at once
+LARGE: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(33, 131), nn.ReLU(), nn.Linear(131, 97), nn.ReLU()), ((83, 33),)),
+    "linear, no bias": (
+        lambda: nn.Sequential(nn.Linear(131, 97, bias=False), nn.Tanh(), nn.Linear(97, 115, bias=False)),
+        ((5, 19, 131),),
+    ),
+    "conv2d": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(2, 7, 3), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(7, 20, (3, 2), bias=False), nn.MaxPool2d((2, 3), (1, 2)), nn.ReLU()),
+        ),
+        ((5, 2, 17, 20),),
+    ),
+}
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("rank", [None, 1, 4])
+@pytest.mark.parametrize("name", list(LARGE))
+def test_large_layers(name: str, rank: int | None, mirrored: bool) -> None:
+    compare(*prepare(*LARGE[name], rank, "cpu", mirrored=mirrored), Plan(BLOCK, "population"), 2e-5)
+
+
 @pytest.mark.parametrize("name", ["two linear", "two conv2d", "LSTM forecaster", "transformer"])
 def test_a_sigma_for_each_parameter(name: str) -> None:
     build, shapes = LEAVES[name]

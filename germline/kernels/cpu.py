@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from germline import kernels
 from germline.kernels import Address, Reading
 from germline.kernels.compiling import Function, compile_kernel
+from germline.kernels.cpu_layers import add_term as add_term
 from germline.kernels.cpu_layers import blend_outer as blend_outer
+from germline.kernels.cpu_layers import finish_images as finish_images
 
 Array = NDArray[Any]
 

@@ -152,9 +152,9 @@ class Block:
         slot = self.slot(index)
         return self.unsigned_noise(slice(None)).integers((slot.start, slot.stop), dtype=dtype).view(-1, *slot.shape)
 
-    def dense_noise_at(self, index: int, address: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the dense noise of one address in a parameter's shape; times sigma where sigma is a vector."""
-        slot, noise = self.slot(index), self.unsigned_noise(slice(address, address + 1))
+    def dense_noise_at(self, index: int, addresses: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Return the dense noise of some addresses, (addresses, *shape); times sigma where sigma is a vector."""
+        slot, noise = self.slot(index), self.unsigned_noise(addresses)
         sigma = self.generation.candidates.sigma
         if isinstance(sigma, torch.Tensor):
             sigma = sigma[slot.start : slot.stop]
@@ -162,7 +162,7 @@ class Block:
         else:
             integer_dtype = dtype if dtype in (torch.float32, torch.float64) else torch.int8
             values = noise.integers((slot.start, slot.stop), dtype=integer_dtype)
-        return values.view(slot.shape).to(dtype)
+        return values.view(-1, *slot.shape).to(dtype)
 
     def unsigned_noise(self, addresses: slice) -> Noise:
         """Return the noise of some addresses, without signs."""

@@ -10,8 +10,6 @@ The same holds for a convolution, where the columns of B and the rows of E are f
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,21 +18,12 @@ from torch import Tensor
 
 from germline.kernels import as_kernel_arg, kernel_device, kernels_for
 from germline.noise import cached_tensor
-from germline.population.buffers import allocate, stack
+from germline.population.buffers import allocate
 from germline.population.rules.layer import LayerCall
-from germline.population.rules.pending import Epilogue, MaxPool, Relu, apply_epilogue
+from germline.population.rules.passes import Fused, add_noise_on_cpu, fuse_epilogue
+from germline.population.rules.pending import Epilogue, apply_epilogue
 
 Addresses = NDArray[np.int64]  # of each member, the place of its noise among the addresses of the block
-Window = tuple[int, ...]  # height and width of an image, of the window that moves over it, and of a step
-NO_POSITIONS = torch.Size()
-FEW_PLACES = 16  # of a window, up to which a kernel does the pooling in its pass
-
-
-class Fused(NamedTuple):
-    """The part of an epilogue that a kernel does in its pass."""
-
-    relu: bool
-    window: Window | None  # of a max pooling
 
 
 @dataclass(frozen=True)
@@ -93,17 +82,7 @@ def multiply_shared_input(call: LayerCall, x: Tensor, multiply: Callable[[Tensor
     base = block.generation.share_product(call.module, x, lambda: multiply(block.generation.center(index)))
     if x.device.type != "cpu":
         return add_noise(call, base, multiply(block.dense_noise(index, x.dtype).flatten(0, 1)))
-    # one address at a time: the noise of all of them would leave the processor's caches
-    outputs: list[Tensor] = [base] * block.size
-    scales, bias = block.scales(index).tolist(), call.optional_weights("bias")
-    for address in range(len(block.addresses)):
-        term = multiply(block.dense_noise_at(index, address, x.dtype))
-        for i in np.flatnonzero(block.member_address == address).tolist():
-            output = torch.add(base, term, alpha=scales[i], out=allocate(tuple(base.shape), base))
-            if bias is not None:
-                output += bias[i].view(-1, *(1,) * (base.dim() - 2))
-            outputs[i] = apply_epilogue(output, call.epilogue)
-    return stack(outputs)
+    return add_noise_on_cpu(call, base, multiply)
 
 
 def can_multiply_noise(call: LayerCall, x: Tensor) -> bool:
@@ -174,15 +153,3 @@ def add_terms(
     bias = out.new_zeros(out.shape[0], out.shape[2]) if bias is None else bias.contiguous()
     arrays = (out, base, noise, None, bias, scales.to(full), cached_tensor(index, out.device))
     kernels_for(out.device).blend_outer(*arrays, *fused)
-
-
-def fuse_epilogue(epilogue: Epilogue, positions: torch.Size = NO_POSITIONS) -> tuple[Fused, torch.Size, Epilogue]:
-    """Return what the kernel does of an epilogue, the sizes of images after it, and the rest of the epilogue."""
-    relu = bool(epilogue) and isinstance(epilogue[0], Relu)
-    rest = epilogue[1:] if relu else epilogue
-    pool = rest[0] if rest else None
-    if len(positions) != 2 or not isinstance(pool, MaxPool) or prod(pool.kernel) > FEW_PLACES:
-        return Fused(relu, None), positions, rest
-    axes = zip(positions, pool.kernel, pool.stride, strict=True)
-    sizes = torch.Size([(size - kernel) // stride + 1 for size, kernel, stride in axes])
-    return Fused(relu, (*positions, *pool.kernel, *pool.stride)), sizes, rest[1:]

@@ -7,11 +7,10 @@ import torch
 
 from germline.kernels import kernel_device, kernels_for
 from germline.noise import cached_tensor
-from germline.population.buffers import stack
 from germline.population.rules.blend import Parts, can_multiply_noise, combine, multiply_shared_input
 from germline.population.rules.layer import LayerCall
 from germline.population.rules.linear import THIN
-from germline.population.rules.pending import apply_epilogue
+from germline.population.rules.passes import finish_outputs
 
 LARGEST_KERNEL = 49  # places of a filter, up to which the noise has a kernel
 
@@ -65,6 +64,6 @@ def convolve_per_member(call: LayerCall) -> torch.Tensor:
     """Convolve member by member: one grouped convolution for all members is slower in torch."""
     bias = call.optional_weights("bias")
     biases = [None] * call.block.size if bias is None else bias
-    convolve = call.module._conv_forward
     arguments = zip(*call.inputs_of_members(), call.weights("weight"), biases, strict=True)
-    return stack([apply_epilogue(convolve(*member), call.epilogue) for member in arguments])
+    outputs = (call.module._conv_forward(*member) for member in arguments)
+    return finish_outputs(outputs, call.block.size, call.epilogue)

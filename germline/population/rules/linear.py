@@ -16,6 +16,7 @@ from germline.noise import cached_tensor
 from germline.population.block import Block
 from germline.population.rules import blend
 from germline.population.rules.layer import Layer, LayerCall
+from germline.population.rules.passes import fuse_epilogue
 from germline.population.rules.pending import Epilogue, Relu, apply_epilogue
 from germline.population.rules.product import multiply, multiply_members
 
@@ -110,7 +111,7 @@ def multiply_narrow(call: LayerCall, inputs: tuple[Tensor, ...], relu_inputs: bo
     a, b = (factor.transpose(1, 2).contiguous() for factor in block.factors(index, dtype))  # (addresses, rank, R or C)
     rows, n = a.shape[2], inputs[0].shape[-2]
     out = torch.empty(block.size, n, rows, dtype=dtype, device=inputs[0].device)
-    fused, _, rest = blend.fuse_epilogue(call.epilogue)
+    fused, _, rest = fuse_epilogue(call.epilogue)
     bias = call.optional_weights("bias")
     bias = out.new_zeros(block.size, rows) if bias is None else bias.contiguous()
     scales, member_address = block.scales(index).float(), cached_tensor(block.member_address, out.device)
