@@ -43,6 +43,18 @@ class FleetLostError(RuntimeError):
     """The other processes of a fleet are gone: this process ends, and its launcher may start all of them again."""
 
 
+class WrongScoresError(FleetLostError):
+    """A worker of a cluster has given wrong scores, which were used; the run must go back to before them.
+
+    Attributes:
+        generation: The generation to which it must go back.
+    """
+
+    def __init__(self, message: str, generation: int) -> None:
+        super().__init__(message)
+        self.generation = generation
+
+
 def count(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless the number is 1.
 

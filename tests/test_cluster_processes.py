@@ -89,6 +89,13 @@ class ProcessFleet:
             assert time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
 
+    def wait_for_line(self, text: str) -> None:
+        """Wait until the coordinator has said something."""
+        until = time.monotonic() + 120
+        while text not in self.log.read_text():
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
+
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the run, and return its summary."""
         assert self.coordinator.wait(180) == 0, self.log.read_text()
@@ -449,21 +456,24 @@ def test_without_keys_the_coordinator_listens_to_this_machine_only(tmp_path: Pat
 
 
 def test_the_workers_of_a_search_are_sent_its_batches(tmp_path: Path) -> None:
-    """They have the model and the loss from a recipe."""
+    """They have the model and the loss from a recipe, and a tuple of targets stays a tuple."""
     (tmp_path / "mine.py").write_text(
         "import torch, germline as gl\n"
         "from torch import nn\n"
         "def recipe():\n"
         "    net = gl.seeded(0, lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))\n"
         "    x = torch.zeros(8, 4)\n"
-        "    return gl.Recipe(net, (x, torch.zeros(8, dtype=torch.int64)), loss=nn.functional.cross_entropy)\n"
+        "    def loss(output, target):\n"
+        "        assert isinstance(target, tuple), type(target)\n"
+        "        return nn.functional.cross_entropy(output, target[0]) + 0 * target[1].mean()\n"
+        "    return gl.Recipe(net, (x, (torch.zeros(8, dtype=torch.int64), x)), loss=loss)\n"
     )
     recipe = make_recipe(str(tmp_path / "mine.py"), {}, 0)
     hashes = []
     for fleet in (gl.Local("cpu"), gl.Elastic(device="cpu", workers=1, recipe=str(tmp_path / "mine.py"))):
         search = gl.Search(recipe.model, OpenAIES(population=24), loss=recipe.loss, fleet=fleet)
         for x in torch.randn(6, 16, 4, generator=torch.Generator().manual_seed(0)):
-            search.step(x, (x.sum(1) > 0).long())
+            search.step(x, ((x.sum(1) > 0).long(), x))
         hashes.append(theta_sha256(search._session.state.theta))
         if isinstance(fleet, gl.Elastic):
             fleet.close(ended=True)

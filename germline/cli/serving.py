@@ -11,7 +11,8 @@ import typer
 from germline.cli import options
 from germline.cli.app import app, command
 from germline.cli.completion import complete_recipe
-from germline.cli.training import command_line, run_to_end
+from germline.cli.training import command_line, run_to_end, show_stages
+from germline.errors import BadInput
 
 keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of a cluster.")
 app.add_typer(keys_app, name="keys")
@@ -39,7 +40,8 @@ def serve(
     from germline.fleet import Elastic
 
     machine.apply()
-    made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+    with show_stages("loading data"):
+        made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits = stop.limits(made)
     path = output.runs / (output.name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     fleet = Elastic(listen, keys=keys, device=machine.device)
@@ -47,17 +49,33 @@ def serve(
     page = Status(fleet, recipe, limits)
     print(f"status page: {page.serve(status)}", file=sys.stderr)
     try:
-        if Journal.header_matches(path, {**about, "seed": seed, "strategy": made.strategy.name}):
-            opening.check_same_settings(made.strategy, Journal.open(path, read_only=True).header, str(path))
-            session = opening.resume(made, Journal.open(path), fleet)
-            session.keep(keep or session.require_journal().header.get("keep", "last"))
-        else:
-            about |= {"command": command_line(), "keep": keep or "last"}
-            session = opening.start(made, path, seed=seed, fleet=fleet, about=about, stop=limits)
+        with show_stages():
+            if Journal.header_matches(path, {**about, "seed": seed, "strategy": made.strategy.name}):
+                claim_run(path)
+                opening.check_same_settings(made.strategy, Journal.open(path, read_only=True).header, str(path))
+                session = opening.resume(made, Journal.open(path), fleet)
+                session.keep(keep or session.require_journal().header.get("keep", "last"))
+            else:
+                about |= {"command": command_line(), "keep": keep or "last"}
+                session = opening.start(made, path, seed=seed, fleet=fleet, about=about, stop=limits)
+                claim_run(path)
         run_to_end(session, limits, as_json=output.json_, status=page)
     finally:
         page.close()
         fleet.close()  # if the run has not ended, its workers wait
+
+
+def claim_run(path: Path) -> None:
+    """Raise an error if another coordinator has this run; otherwise it is this one's, until this process ends."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        message = f"Another coordinator serves the run {path}"
+        raise BadInput(f"{message}: end that one first, or give this one another --name.") from error
 
 
 @command

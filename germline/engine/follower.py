@@ -171,8 +171,6 @@ class Follower:
             weights = {name: getattr(self.asked, name) for name in head["checked_fields"]}
             about = {"checksum": messages.checksum(weights)}
             answer = self.score_blocks(head) if head["kind"] == "scores" else self.differentiate(head)
-            if head["check"]:
-                about["theta"] = theta_sha256(self.asked.theta)
         if about is None:
             return messages.answer_to(head, "stale")
         return messages.answer_to(head, "answer", answer, **about, seconds=time.perf_counter() - started)

@@ -244,6 +244,20 @@ class Journal:
                 link = (self.connection.execute(query, (generation - 1,)).fetchone() or (b"",))[0]
         return link.hex()
 
+    def truncate(self, generation: int) -> None:
+        """Drop all records from a generation on, and the snapshots that were made of them."""
+        self.commit()
+        for later in self.snapshots():
+            if later > generation:
+                self.snapshot(later).unlink(missing_ok=True)
+        with translate_io_errors(self.path), self.connection:
+            self.connection.execute("BEGIN IMMEDIATE")
+            self.connection.execute("DELETE FROM record WHERE generation >= ?", (generation,))
+            self.connection.execute("DELETE FROM tip")
+            self.connection.execute(
+                "INSERT INTO tip SELECT 0, generation, chain FROM record ORDER BY generation DESC LIMIT 1"
+            )
+
     def save_outcome(self, summary: Mapping[str, Any]) -> None:
         """Save the summary of a run that has ended, for reports."""
         text = canonical(summary)

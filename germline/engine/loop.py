@@ -10,10 +10,10 @@ from typing import Any
 
 from germline.engine.diagnostics import find_trouble
 from germline.engine.history import Row
-from germline.engine.opening import replay_theta
+from germline.engine.opening import go_back, replay_theta
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
-from germline.errors import NoProgress
+from germline.errors import NoProgress, WrongScoresError
 from germline.stages import announce_stage
 
 COMMIT_DELAY = 0.05  # seconds for which records may wait to be written together, where all callbacks can wait
@@ -37,8 +37,13 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
     can_warn = session.fleet.group.owns_journal
     with interruptible(session):
         try:
-            while (reason := stop.reason(session)) is None:
-                unreported.append(session.step(delay))
+            while (reason := find_end(session, stop)) is None:
+                try:
+                    unreported.append(session.step(delay))
+                except WrongScoresError as error:
+                    go_back(session, error.generation)
+                    unreported.clear()
+                    continue
                 if can_warn and (trouble := find_trouble(session)) is not None:
                     can_warn = False  # once is enough
                     warnings.warn(trouble, NoProgress, stacklevel=3)
@@ -48,6 +53,18 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
             session.commit()
         report(session, unreported, callbacks)
     return session.finish(reason, lambda generation: replay_theta(session, generation))
+
+
+def find_end(session: Session, stop: Stop) -> str | None:
+    """Return which limit a session has reached with scores that its fleet stands by, or None if it goes on."""
+    try:
+        reason = stop.reason(session)
+        if reason is not None:
+            session.fleet.confirm_scores()
+        return reason
+    except WrongScoresError as error:
+        go_back(session, error.generation)
+        return None
 
 
 def report(session: Session, rows: list[Row], callbacks: Sequence[Callback]) -> None:

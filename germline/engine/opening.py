@@ -205,8 +205,8 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     return session
 
 
-def replay_theta(session: Session, generation: int) -> Tensor:
-    """Return the weights that a run had after some generations, replayed from its journal."""
+def replay_alone(session: Session, generation: int) -> Session:
+    """Return a run as it was after some generations, replayed from its journal by this process alone."""
     journal, module = session.require_journal(), session.scorer.module
     assert session.recipe is not None
     assert module is not None
@@ -214,8 +214,26 @@ def replay_theta(session: Session, generation: int) -> Tensor:
     past = rebuild_from_header(recipe, journal.header, Local(str(session.scorer.device)), str(journal.path))
     past.journal = journal
     replay(past, until=generation)
-    theta: Tensor = past.state.theta
+    return past
+
+
+def replay_theta(session: Session, generation: int) -> Tensor:
+    """Return the weights that a run had after some generations."""
+    theta: Tensor = replay_alone(session, generation).state.theta
     return theta
+
+
+def go_back(session: Session, generation: int) -> None:
+    """Undo all generations of a run from one on, in its journal too: their scores were wrong."""
+    session.require_journal().truncate(generation)
+    past = replay_alone(session, generation)
+    session.state, session.history, session.best = past.state, past.history, past.best
+    for name, value in past.totals().items():
+        if name != "best":
+            setattr(session, name, value)
+    session.best_theta = session.last_gradient = session.prefetched_batch = None
+    session.fleet.go_back(generation)
+    session.share_update()
 
 
 def open_for_replay(journal: Journal, given: AnyStrategy | None = None) -> Session:

@@ -192,6 +192,14 @@ class Fleet(Protocol):
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> MemberShare:
         """Decide, once for a run, which process trains which members."""
 
+    def confirm_scores(self) -> None:
+        """Check the last scores once more; raise a ``WrongScoresError`` if the run must go back."""
+        return
+
+    def go_back(self, generation: int) -> None:
+        """Forget what is known of the generations from this one on: they are computed again."""
+        return
+
     def count_bytes(self) -> tuple[int, int]:
         """Return the bytes sent and received since the last call."""
         return 0, 0

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from germline import noise
 from germline.fleet.cluster.backend import Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
+from germline.fleet.cluster.worker import describe_machine
 from germline.fleet.gradients import Scores
 from germline.version import __version__
 
@@ -127,6 +129,9 @@ class Admission:
         scores = np.frombuffer(b"".join(message.arrays), np.float32)
         if not are_close(scores, invitation.sample, TOLERANCE[invitation.header["plan"]["dtype"]]):
             raise WrongAnswerError("it computes other scores for the same members than the coordinator")
+        own = describe_machine(torch.device(invitation.header["device"]))
+        is_same_kind = all(worker.about.get(name) == own[name] for name in ("machine", "torch"))
+        worker.is_exact = is_same_kind and scores.tobytes() == invitation.sample.tobytes()
         worker.version, worker.has_whole_state, worker.tell_seconds = version, is_whole, tell
 
     def refuse(self, worker: RemoteWorker, reason: str) -> None:

@@ -35,7 +35,9 @@ class RemoteWorker:
         tell_seconds: Seconds that a record takes it.
         rates: Pieces per second, by kind of work.
         pieces: Pieces that it has done.
-        checked: The generation in which its answers were last checked.
+        is_exact: Whether it computes the same bits as the coordinator.
+        joined: The generation, and the number of the job, in which it was let in.
+        audits: The same of the last audits that it has passed.
         last_useful: The generation in which an answer was last used.
         batch: The number of the batch that it was sent last, where batches are sent.
         strikes: How often in a row it had other weights than it was sent.
@@ -55,7 +57,9 @@ class RemoteWorker:
     tell_seconds: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)
     pieces: int = 0
-    checked: int = -1
+    is_exact: bool = False
+    joined: tuple[int, int] = (0, 0)
+    audits: list[tuple[int, int]] = field(default_factory=list)
     last_useful: int = 0
     batch: int = -1
     busy_seconds: float = 0.0

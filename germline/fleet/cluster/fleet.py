@@ -170,6 +170,12 @@ class Cluster(Fleet):
         local, members = LocalUpdate(strategy, field, maximize), range(strategy.population)
         return RemoteMembers(strategy, local, self.coordinator, self.executor, members)
 
+    def confirm_scores(self) -> None:
+        self.coordinator.audit_all()
+
+    def go_back(self, generation: int) -> None:
+        self.coordinator.go_back(generation)
+
     def count_bytes(self) -> tuple[int, int]:
         counts = self.crew.sent, self.crew.received
         self.crew.sent = self.crew.received = 0

@@ -2,27 +2,30 @@
 
 import itertools
 import queue
+import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from germline.errors import WrongScoresError
 from germline.fleet.cluster.admission import TOLERANCE, Admission, WrongAnswerError, are_close
 from germline.fleet.cluster.backend import Event, Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.cluster.messages import candidate_fields, checksum, encode_batch, encode_gradient, encode_state
 from germline.fleet.cluster.scheduler import CHUNKS_PER_WORKER, Chunk, ChunkScheduler
 from germline.fleet.gradients import Scores
-from germline.genome import theta_sha256
 from germline.population import Plan
 from germline.strategies import GenerationInputs
 
-CHECK_EVERY = 20  # generations after which a worker's weights and some of its scores are checked again
+AUDIT_EVERY = 20  # generations between two audits of a worker, on average
+AUDITS = 10  # that a worker must have passed since its first answer that is not doubted once it is found to be wrong
 TICK = 0.02  # seconds between looks at which workers are late
+OTHER_SCORES = "it computes other scores for the same members than the coordinator"
 STRIKES = 6  # answers in a row that a worker may compute with other weights
 FORGIVEN = 50  # generations after which a worker that was too slow is tried again
 WAITING_NOTE = 10.0  # seconds between lines that say that there are no workers
@@ -52,15 +55,11 @@ class Job:
     numbers: Callable[[Any], Scores] = lambda answer: answer
     plan: Plan | None = None
     answers: dict[int, Any] = field(default_factory=dict)  # by first piece
-    is_sampled = True  # whether one piece is so cheap that it may be computed again as a check
+    sources: dict[int, RemoteWorker] = field(default_factory=dict)  # of the answers
 
     @property
     def generation(self) -> int:
         return int(self.inputs.version.rstrip("+"))
-
-    @cached_property
-    def theta(self) -> str:
-        return theta_sha256(self.inputs.state.theta)
 
     @cached_property
     def weights(self) -> dict[str, Any]:
@@ -127,16 +126,20 @@ class Job:
         crew.send(worker, self.state_message if worker.has_whole_state else self.weights_message)
 
     def has_same_weights(self, head: Head, chunk: Chunk) -> bool:
-        """Return whether an answer was computed with the right weights, as far as it says."""
-        return head.get("checksum") == self.checksum and ("theta" not in head or head["theta"] == self.theta)
+        """Return whether an answer was computed with the right weights, as it must say."""
+        return head.get("checksum") == self.checksum
+
+    def count_pieces(self, first: int) -> int:
+        """Return the number of pieces of the answer that begins with a piece."""
+        return min((other for other in self.answers if other > first), default=self.pieces) - first
 
     def forget_weights(self, worker: RemoteWorker) -> None:
         """Have a worker be sent its weights anew."""
         worker.version = None
 
     def take(self, worker: RemoteWorker, chunk: Chunk, answer: Any) -> None:
-        """Keep an answer that is right."""
-        self.answers[chunk.first] = answer
+        """Keep an answer."""
+        self.answers[chunk.first], self.sources[chunk.first] = answer, worker
 
 
 @dataclass
@@ -149,6 +152,8 @@ class Coordinator:
         job_number: The number of the present job.
         scheduler: The pieces of the present job.
         job: The present job; None if there is none.
+        last_job: The job before.
+        chance: Draws audits; workers must not be able to foresee it.
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
 
@@ -160,6 +165,8 @@ class Coordinator:
     job_number: int = 0
     scheduler: ChunkScheduler = field(default_factory=lambda: ChunkScheduler(0, {}))
     job: Job | None = None
+    last_job: Job | None = None
+    chance: random.Random = field(default_factory=random.SystemRandom)
     last_note: float = 0.0
 
     def run_job(self, job: Job) -> list[Any]:
@@ -171,7 +178,9 @@ class Coordinator:
         while not self.scheduler.is_finished:
             self.take_events(TICK if self.crew.workers else 1.0)
             self._send_chunks(job)
-        self.job = None
+            if self.scheduler.is_finished:
+                self._draw_audit(job)
+        self.job, self.last_job = None, job
         return [job.answers[first] for first in sorted(job.answers)]
 
     def start_job(self, job: Job) -> None:
@@ -192,9 +201,8 @@ class Coordinator:
             if len(worker.pending) > has or (chunk := self.scheduler.next_chunk(address, time.monotonic())) is None:
                 continue
             head, arrays = job.prepare(self.crew, worker, chunk)
-            is_checked = worker.checked < 0 or self.generation - worker.checked >= CHECK_EVERY
             about = {"job": self.job_number, "chunk": chunk.number, "first": chunk.first, "last": chunk.last}
-            self.crew.send(worker, Message(head | about | {"check": is_checked}, arrays))
+            self.crew.send(worker, Message(head | about, arrays))
             worker.pending[self.job_number, chunk.number] = job.kind, chunk
 
     def _find_chunk(self, worker: RemoteWorker, head: Head) -> Chunk | None:
@@ -218,7 +226,6 @@ class Coordinator:
         else:
             job.take(worker, chunk, self._decode_answer(job, chunk, message))
             self.scheduler.complete(chunk.number, time.monotonic())
-            worker.checked = self.generation if "theta" in head else worker.checked
             worker.pieces += chunk.size
             worker.strikes, worker.last_useful = 0, self.generation
             self.scheduler.rates[worker.address] = worker.rates.get(job.kind, 0.0)
@@ -233,7 +240,7 @@ class Coordinator:
         job.forget_weights(worker)
 
     def _decode_answer(self, job: Job, chunk: Chunk, message: Message) -> Any:
-        """Return an answer; one with infinities, and a sample now and then, is computed here again and compared."""
+        """Return an answer; one with infinities is computed here again and compared."""
         if message.head.get("op") != "answer":
             job.compute(chunk.first, chunk.last)  # if it fails here as well, it is not the worker's fault
             raise WrongAnswerError(str(message.head.get("reason"))[:200])
@@ -242,14 +249,64 @@ class Coordinator:
             numbers = job.numbers(answer)
         except Exception as error:  # whatever the worker has sent
             raise WrongAnswerError(f"its answer cannot be read ({type(error).__name__}: {error})") from error
-        has_infinities = not np.isfinite(numbers).all()
-        if has_infinities or ("theta" in message.head and job.is_sampled):
-            last = chunk.last if has_infinities else chunk.first + 1
-            expected = job.numbers(job.compute(chunk.first, last))
-            tolerance = TOLERANCE[job.plan.dtype if job.plan is not None else "float32"]
-            if not are_close(numbers[: expected.size], expected, tolerance):
-                raise WrongAnswerError("it computes other scores for the same members than the coordinator")
+        if not np.isfinite(numbers).all() and not self._is_right(job, chunk.first, chunk.last, numbers):
+            raise WrongAnswerError(OTHER_SCORES)
         return answer
+
+    def _is_right(self, job: Job, first: int, last: int, numbers: Scores, *, is_exact: bool = False) -> bool:
+        """Return whether the numbers of pieces first to last are those that this process computes."""
+        expected = job.numbers(job.compute(first, last))
+        tolerance = TOLERANCE[job.plan.dtype if job.plan is not None else "float32"]
+        is_equal = numbers.tobytes() == expected.tobytes()
+        return is_equal or (not is_exact and are_close(numbers, expected, tolerance))
+
+    def _draw_audit(self, job: Job) -> None:
+        """Audit a worker now and then: the draw is secret, and comes when all its answers are there."""
+        workers = list({worker.address: worker for worker in job.sources.values()}.values())
+        drawn = [worker for worker in workers if self.chance.random() < 1 / AUDIT_EVERY]
+        if drawn:
+            self._audit(job, self.chance.choice(drawn))
+
+    def audit_all(self) -> None:
+        """Audit the last answers of every worker, before they become the result of a run."""
+        job, self.last_job = self.last_job, None
+        for worker in {worker.address: worker for worker in job.sources.values()}.values() if job is not None else ():
+            self._audit(cast(Job, job), worker)
+
+    def _audit(self, job: Job, worker: RemoteWorker) -> None:
+        """Compute one of the pieces that a worker has answered again; if it was wrong, undo what the worker has done.
+
+        If only this job has used its answers, its pieces are computed once more, by others.
+
+        Raises:
+            WrongScoresError: Earlier generations have used its answers.
+        """
+        numbers = {first: job.numbers(job.answers[first]) for first, one in job.sources.items() if one is worker}
+        sizes = {first: job.count_pieces(first) for first in numbers}
+        first, place = self.chance.choice([(first, place) for first, size in sizes.items() for place in range(size)])
+        width = numbers[first].size // sizes[first]
+        one = numbers[first][place * width : (place + 1) * width]
+        if self._is_right(job, first + place, first + place + 1, one, is_exact=worker.is_exact):
+            worker.audits = [*worker.audits, (self.generation, self.job_number)][-AUDITS:]
+            return
+        generation, number = worker.audits[0] if len(worker.audits) == AUDITS else worker.joined
+        self.scheduler.drop_worker(worker.address)
+        self.admission.refuse(worker, OTHER_SCORES)
+        if number < self.job_number or self.job is None:
+            message = f"worker {worker.name} has given wrong scores: the run goes back to generation {generation}"
+            self.crew.say(message)
+            raise WrongScoresError(message, generation)
+        for first, size in sizes.items():
+            self.scheduler.withdraw(first, first + size)
+            del job.answers[first], job.sources[first]
+
+    def go_back(self, generation: int) -> None:
+        """Forget what workers and this process know of the generations from this one on."""
+        self.job = self.last_job = None
+        self.crew.records, self.crew.record_bytes = {}, 0
+        for worker in self.crew.workers.values():
+            worker.version, worker.audits = None, [audit for audit in worker.audits if audit[0] <= generation]
+            worker.joined = min(worker.joined, (generation, self.job_number + 1))
 
     def take_events(self, seconds: float, take_other: TakeMessage = lambda worker, message: None) -> None:
         """Take in all events, after waiting up to some seconds for the first.
@@ -298,7 +355,7 @@ class Coordinator:
                         take_other(worker, event.message)
                 elif self.admission.take_answer(worker, event.message):
                     self.scheduler.rates[worker.address] = 0.0
-                    worker.last_useful = self.generation
+                    worker.last_useful, worker.joined = self.generation, (self.generation, self.job_number)
             except WrongAnswerError as error:
                 self.scheduler.drop_worker(worker.address)
                 self.admission.refuse(worker, str(error))

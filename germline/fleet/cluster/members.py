@@ -55,7 +55,6 @@ class MembersJob(Job):
     work: TrainMember = field(kw_only=True)
     origin: Origin = field(default_factory=Origin)
     holders: dict[int, str] = field(default_factory=dict)
-    is_sampled = False
 
     def starts(self, members: Sequence[int]) -> list[TrainedMember]:
         """Return members before their training."""

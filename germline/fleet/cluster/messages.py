@@ -19,6 +19,7 @@ from germline.objective import Batch
 from germline.optim.optimizers import Moments
 from germline.strategies import AnyStrategy, GradientStrategy, Wire, pack, unpack
 
+TUPLE = "(tuple)"  # the key of a dict that stands for a tuple
 CHECKSUM_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,15 +58,36 @@ def decode_tensors(layout: list[Any], contents: Sequence[bytes], device: torch.d
 
 def encode_batch(batch: Batch, number: int) -> Message:
     """Return a batch as a message."""
-    about, contents = encode_value([list(batch.args), dict(batch.kwargs), batch.target])
+    about, contents = encode_value(mark_tuples([list(batch.args), dict(batch.kwargs), batch.target]))
     return Message({"op": "batch", "batch": number, "size": batch.size, **about}, contents)
 
 
 def decode_batch(head: Head, arrays: Sequence[bytes], device: torch.device) -> Batch:
     """Return the batch of a message."""
     parts: Any = unpack([], head["tree"], decode_tensors(head["layout"], arrays, device))
-    args, kwargs, target = parts
+    args, kwargs, target = restore_tuples(parts)
     return Batch(tuple(args), kwargs, target, head["size"])
+
+
+def mark_tuples(value: Any) -> Any:
+    """Return nested data with tuples, which JSON does not have, as dicts that ``restore_tuples`` knows."""
+    if isinstance(value, dict):
+        return {key: mark_tuples(item) for key, item in value.items()}
+    items = [mark_tuples(item) for item in value] if isinstance(value, list | tuple) else value
+    return {TUPLE: items} if isinstance(value, tuple) else items
+
+
+def restore_tuples(value: Any) -> Any:
+    """Return nested data as it was before ``mark_tuples``.
+
+    >>> restore_tuples(mark_tuples([(1, [2, (3,)]), {"a": ()}]))
+    [(1, [2, (3,)]), {'a': ()}]
+    """
+    if isinstance(value, dict):
+        if value.keys() == {TUPLE}:
+            return tuple(restore_tuples(value[TUPLE]))
+        return {key: restore_tuples(item) for key, item in value.items()}
+    return [restore_tuples(item) for item in value] if isinstance(value, list) else value
 
 
 def encode_gradient(gradient: Tensor, strategy: AnyStrategy) -> tuple[Wire, bytes]:

@@ -172,6 +172,12 @@ class ChunkScheduler:
             self.unassigned.append((chunk.first, chunk.last))
             self.unassigned_pieces += chunk.size
 
+    def withdraw(self, first: int, last: int) -> None:
+        """Have pieces that are done be computed once more."""
+        self.done.difference_update(range(first, last))
+        self.unassigned.append((first, last))
+        self.unassigned_pieces += last - first
+
     def drop_worker(self, worker: Worker) -> None:
         """Take back all chunks of a worker that is gone."""
         self.rates.pop(worker, None)

@@ -118,8 +118,12 @@ class Responder:
         return recipe
 
     def _introduce(self) -> Head:
-        device = self.fleet.find_device()
-        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
         about = {"op": "hello", "germline": __version__, "noise": noise.VERSION, "name": self.name}
-        about |= {"device": str(device), "machine": f"{platform.system()} {platform.machine()}, {machine}"}
-        return about | {"has_recipe": self.recipe is not None}
+        return about | describe_machine(self.fleet.find_device()) | {"has_recipe": self.recipe is not None}
+
+
+def describe_machine(device: torch.device) -> Head:
+    """Describe a device of this machine, and what computes on it: scores of equal ones have the same bits."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    machine = f"{platform.system()} {platform.machine()}, {name}"
+    return {"device": str(device), "machine": machine, "torch": str(torch.__version__)}
