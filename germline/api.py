@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
+from germline.arguments import check_arguments
 from germline.engine import loop, opening
 from germline.engine.header import restore_strategy, translate_header_errors
 from germline.engine.journal import Journal, free_directory
@@ -76,6 +77,7 @@ class Result:
         return path
 
 
+@check_arguments
 def train(
     model: nn.Module,
     data: Any = None,

@@ -68,6 +68,9 @@ class Genome:
                 continue
             if nn.parameter.is_lazy(parameter):
                 raise BadInput(f"Parameter {name} has no shape yet: run the module once on a batch before training it.")
+            if parameter.is_inference():
+                reason = "it was made in torch.inference_mode(), so that it cannot be written: make the module outside"
+                raise BadInput(f"Parameter {name} cannot be trained: {reason}.")
             if not parameter.dtype.is_floating_point:
                 reason = "only real floating-point parameters can be trained"
                 raise BadInput(f"Parameter {name} is {parameter.dtype}; {reason}.")

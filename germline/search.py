@@ -2,7 +2,6 @@
 
 import hashlib
 import time
-import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from germline import noise
+from germline.arguments import check_arguments
 from germline.engine import opening
 from germline.engine.diagnostics import probe_sigma
 from germline.engine.drivers import CHECK_SIGMA, OFFSPRING_COPIES, sum_observations
@@ -56,7 +56,7 @@ from germline.strategies import (
     pack,
     unpack,
 )
-from germline.strategies.settings import check_choice, is_over_run
+from germline.strategies.settings import is_over_run
 
 SNAPSHOT_EVERY = 100  # generations between snapshots of a search with a directory
 WORTH_THREADS = 8 << 20  # bytes of weights from which the blocks of a recorded call are shared out among threads
@@ -122,6 +122,7 @@ class Search:
     True
     """
 
+    @check_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -142,7 +143,6 @@ class Search:
             goal = Objective(refuse_step, bool(maximize), of_model=True)
         else:
             goal = build_objective(loss, score, objective, maximize, None)
-        check_choice("dtype", dtype, typing.get_args(DType))
         if run is not None and resume is not None:
             raise BadInput("Give run= for a new search or resume= for one to go on with, not both.")
         journal = Journal.open(Path(resume)) if resume is not None else None

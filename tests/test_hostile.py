@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forgery import forge, make_run
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -20,7 +21,6 @@ from germline.engine.journal import Journal
 from germline.engine.opening import open_for_replay
 from germline.engine.replay import replay, verify
 from germline.machine import product_mode
-from tests.forgery import forge, make_run
 
 RECIPE = """
 from pathlib import Path

@@ -270,7 +270,7 @@ def test_a_torch_scheduler_decides_the_learning_rate() -> None:
         (lambda: OpenAIES(population=1, mirrored=False), "at least 2"),
         (lambda: OpenAIES(sigma=0.0), "above 0"),
         (lambda: OpenAIES(lr=-1.0), "0 or more"),
-        (lambda: OpenAIES(weight_decay=float("nan")), "0 or more"),
+        (lambda: OpenAIES(weight_decay=float("nan")), "a finite number"),
         (lambda: OpenAIES(sigma=Schedule("linear", 0.1, 0.0, 5)), "above 0"),
         (lambda: OpenAIES(sigma="wide"), "above 0"),  # type: ignore[arg-type]
         (lambda: OpenAIES(sigma=lambda g: -1.0).values(OpenAIES().init(torch.zeros(1)), 0), "above 0"),
@@ -296,8 +296,8 @@ def test_a_torch_scheduler_decides_the_learning_rate() -> None:
         (lambda: PSO(population=1), "at least 2"),
         (lambda: PSO(clamp=0.0), "above 0"),
         (lambda: SNES(lr_sigma=-1.0), "0 or more"),
-        (lambda: MuLambda(tau=float("nan")), "0 or more"),
-        (lambda: MuLambda(sigma=Schedule("linear", 0.1, 0.2, 5)), "a number here"),  # type: ignore[arg-type]
+        (lambda: MuLambda(tau=float("nan")), "a finite number or None"),
+        (lambda: MuLambda(sigma=Schedule("linear", 0.1, 0.2, 5)), "a finite number"),  # type: ignore[arg-type]
         (lambda: GA(sigma=lambda g: -1.0).values(GA().init(torch.zeros(1)), 0), "above 0"),
         (lambda: find_strategy("openai"), "did you mean 'openai-es'"),
         (lambda: Schedule("exponential", 1.0, 0.0, 5), "above 0"),

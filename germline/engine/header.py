@@ -12,9 +12,10 @@ import torch
 
 from germline.engine.session import Session
 from germline.errors import BadInput
-from germline.genome import frozen_sha256, theta_sha256
+from germline.genome import Genome, frozen_sha256, theta_sha256
 from germline.machine import processor_name, product_mode
 from germline.optim.schedules import Schedule
+from germline.population import METHODS, Plan
 from germline.recipes import Recipe
 from germline.strategies import STRATEGIES, AnyStrategy, class_path, is_built_in
 from germline.version import __version__
@@ -86,6 +87,13 @@ def translate_header_errors(run: str) -> Iterator[None]:
     except Exception as error:
         message = f"The header of {run} cannot be used ({type(error).__name__}: {error})"
         raise BadInput(f"{message}: restore the run from a copy.") from error
+
+
+def check_parts(header: Mapping[str, Any], run: str) -> None:
+    """Raise an error if the layout or the plan of a header is none that a run has written."""
+    with translate_header_errors(run):
+        Genome.from_description(header["layout"])
+        METHODS[Plan(**header["plan"]).method]
 
 
 def restore_strategy(

@@ -220,7 +220,7 @@ class Journal:
                 has_types = all(isinstance(value, kind) for value, kind in zip(row, kinds, strict=True))
                 follows = generation in (PROBE, 0) if expected is None else generation == expected
                 is_intact = has_types and chain_hash(before, generation, scores, values, theta) == chain
-                if not (is_intact and follows and len(scores) % 4 == 0):
+                if not (is_intact and follows and scores and len(scores) % 4 == 0):
                     raise BadInput(f"Record {generation!r} of {self.path} is damaged: restore the run from a copy.")
                 if digest(info.encode())[:8] != checksum:
                     raise BadInput(f"The times and metrics of record {generation} of {self.path} are damaged.")
@@ -347,10 +347,9 @@ def connect(file: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 def check_path(path: Path) -> None:
     """Raise an error if a path cannot be the path of a run: safetensors reads no file whose path is not UTF-8."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise BadInput(f"The path {str(path)!r} is not valid UTF-8: give the directory another name.") from None
+    text = str(path)
+    if "\0" in text or text.encode(errors="ignore").decode() != text:
+        raise BadInput(f"The path {text!r} is not valid UTF-8: give the directory another name.")
 
 
 def limit_steps(connection: sqlite3.Connection) -> None:

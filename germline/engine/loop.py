@@ -46,7 +46,7 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
                     continue
                 if can_warn and (trouble := find_trouble(session)) is not None:
                     can_warn = False  # once is enough
-                    warnings.warn(trouble, NoProgress, stacklevel=3)
+                    warnings.warn(trouble, NoProgress, stacklevel=4)
                 if session.journal is None or session.journal.is_committed:
                     report(session, unreported, callbacks)
         finally:

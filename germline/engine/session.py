@@ -157,7 +157,11 @@ class Session:
             objective = replace(objective, function=objective.population.bind(module))
         scorer = Scorer(module, genome, objective, device, dtype, dropout, plan)
         session = cls(strategy, scorer, fleet, seed, strategy.field(seed, genome), find_driver(strategy))
-        session.state = session.driver.init(session, session.read_theta())
+        theta = session.read_theta()
+        if not bool(torch.isfinite(theta).all()):
+            wrong = next(slot.name for slot in genome.slots if not torch.isfinite(theta[slot.start : slot.stop]).all())
+            raise BadInput(f"Parameter {wrong} holds NaN or infinite values: give the module other initial weights.")
+        session.state = session.driver.init(session, theta)
         if objective.population is not None:
             session.eval_splits = ("dev",)
             scorer.normalize(())  # the module may come from another run

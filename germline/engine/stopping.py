@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from germline.arguments import check_fields
 from germline.engine.best import Best, lower_is_better
 from germline.engine.session import Session
 from germline.errors import BadInput, unknown_name
@@ -70,6 +71,7 @@ class Stop:
         return cls(**{**limits, "target": target})
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.generations is not None and self.generations < 0:
             raise BadInput(f"The number of generations must not be negative, but is {self.generations}.")
         if self.evaluations is not None and self.evaluations < 0:
@@ -78,7 +80,7 @@ class Stop:
             raise BadInput(f"The number of interactions must not be negative, but is {self.interactions}.")
         if self.patience is not None and self.patience < 1:
             raise BadInput(f"The patience must be at least 1 evaluation of the dev set, not {self.patience}.")
-        if self.seconds is not None and not 0 <= self.seconds < float("inf"):
+        if self.seconds is not None and self.seconds < 0:
             raise BadInput(f"The number of seconds must be 0 or more, not {self.seconds}.")
 
     def check(self, objective: Objective, splits: Collection[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import check_fields
 from germline.errors import BadInput
 from germline.fleet.gradients import Scores, average_scores, sum_in_order, weigh_gradient
 from germline.fleet.pool import CAN_FORK, FORK_AFTER, find_pool
@@ -46,6 +47,7 @@ class Executor:
     workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.workers is not None and self.workers < 1:
             raise BadInput(f"A fleet needs at least one worker, not {self.workers}.")
 

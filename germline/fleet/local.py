@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from germline.arguments import check_fields
 from germline.fleet.executor import Executor, find_device
 from germline.fleet.gradients import Scores
 from germline.fleet.protocol import Fleet, Group, Inputs, MemberShare, TrainedMember, TrainMember, Update, scores_of
@@ -73,6 +74,7 @@ class Local(Fleet):
     workers: int | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         Executor(self.workers)  # checks the number
 
     @property

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from germline.errors import BadInput, unknown_name
+from germline.arguments import check_fields
+from germline.errors import BadInput, format_error
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,7 @@ class Schedule:
     generations: int | None = None
 
     def __post_init__(self) -> None:
-        if self.shape not in ("linear", "cosine", "exponential"):
-            raise unknown_name("schedule", self.shape, ("linear", "cosine", "exponential"))
+        check_fields(self)
         if self.generations is not None and self.generations < 1:
             raise BadInput(f"A schedule must last at least one generation, not {self.generations}.")
         if self.shape == "exponential" and not (self.start > 0 and self.stop > 0):
@@ -86,4 +86,8 @@ Scheduled = float | Schedule | Callable[[int], float]  # a setting: one value, o
 
 def value_at(setting: Scheduled, generation: int) -> float:
     """Return the value of a setting at a generation."""
-    return float(setting(generation)) if callable(setting) else float(setting)
+    try:
+        return float(setting(generation)) if callable(setting) else float(setting)
+    except Exception as error:
+        message = f"The schedule {setting!r} gives no number at generation {generation}"
+        raise BadInput(f"{message}: {format_error(error)}") from error

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
+from germline.arguments import check_fields
 from germline.errors import BadInput
 from germline.metrics import Metrics
 from germline.objective import Data, Objective, build_objective
 from germline.population import DType
 from germline.sources import float_type
 from germline.strategies import AnyStrategy, OpenAIES
-from germline.strategies.settings import check_choice
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Recipe:
     baseline_loss: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, get_args(DType))
+        check_fields(self)
         for name in ("evaluate_every", "snapshot_every", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -11,10 +11,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from germline.engine.header import check_parts
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.engine.session import Session
-from germline.population import METHODS
+from germline.population import METHODS, Plan
 from germline.reporting.numbers import format_metrics
 from germline.reporting.svg import Curve, draw_axes
 
@@ -38,6 +39,7 @@ def write_curves(rows: Sequence[Row], file: Path) -> None:
 def read_run(path: Path) -> ReportedRun:
     """Return what the report shows of a run, from its journal."""
     journal = Journal.open(path, read_only=True)
+    check_parts(journal.header, str(path))
     run = (path.name, journal.header, read_rows(journal), journal.outcome() or {})
     journal.close()
     return run
@@ -109,8 +111,8 @@ def render_settings(header: Mapping[str, Any]) -> str:
     rows = [["seed", header["seed"]], ["parameters", sum(math.prod(shape) for _, shape, _, _ in header["layout"])]]
     rows += [[f"strategy {key}", json.dumps(value)] for key, value in header["settings"].items()]
     rows += [[f"recipe {key}", value] for key, value in header["recipe_settings"].items()]
-    plan = header["plan"]
-    evaluation = f"{METHODS[plan['method']]}, blocks of {plan['block']}, {plan['dtype']}"
+    plan = Plan(**header["plan"])
+    evaluation = f"{METHODS[plan.method]}, blocks of {plan.block}, {plan.dtype}"
     rows += [["batch size", header["batch_size"]], ["evaluation", evaluation]]
     rows += [["device", header["device"]], ["machine", header["machine"]], ["versions", json.dumps(header["versions"])]]
     return render_table(["setting", "value"], rows)

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import ADDRESS_LIMIT, Field, Kind, Noise, Stream, as_tensor, round_to
@@ -28,7 +29,6 @@ from germline.optim.shaping import rank_members
 from germline.strategies.candidates import Candidates, describe_offspring
 from germline.strategies.protocol import GenerationResult, Strategy
 from germline.strategies.settings import (
-    check_choice,
     check_rate,
     document_settings,
     low_rank_field,
@@ -78,8 +78,7 @@ class GA(Strategy[State]):
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
 
     def __post_init__(self) -> None:
-        check_choice("selection", self.selection, ("truncation", "tournament"))
-        check_choice("crossover", self.crossover, ("uniform", "one-point", "blend", "none"))
+        check_fields(self, SETTING)
         check_rate("sigma", self.sigma)
         check_rate("alpha", self.alpha, zero=True)
         if not 1 <= self.parents <= self.population:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.noise import Field
 from germline.optim.optimizers import Moments
 from germline.optim.schedules import Scheduled
@@ -14,7 +15,6 @@ from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, GradientStrategy, StrategyKind, Wire
 from germline.strategies.settings import (
     build_optimizer,
-    check_choice,
     check_count,
     check_optimizer,
     document_settings,
@@ -57,9 +57,9 @@ class Gradient(GradientStrategy[State]):
     wire: Wire = setting("float32", "how gradients travel between processes: float32, bfloat16 or int8")
 
     def __post_init__(self) -> None:
+        check_fields(self, SETTING)
         check_optimizer(self)
         check_count("slices", self.slices)
-        check_choice("wire", self.wire, get_args(Wire))
 
     @property
     def is_portable(self) -> bool:

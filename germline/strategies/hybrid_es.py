@@ -15,12 +15,13 @@ Weight decay applies to matrices, not to biases. Variants:
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Stream, round_to
@@ -28,7 +29,7 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import goodness, rank_members
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, GradientStrategy, StrategyKind, Wire
-from germline.strategies.settings import check_choice, check_count, check_number, check_rate, document_settings, setting
+from germline.strategies.settings import check_count, check_rate, document_settings, setting
 
 Variant = Literal["algorithm2", "assisted", "fixed", "gated"]
 Base = Literal["last", "slot", "mean"]
@@ -94,15 +95,10 @@ class HybridES(GradientStrategy[State]):
     )
 
     def __post_init__(self) -> None:
-        choices: dict[str, Any] = {"variant": Variant, "base": Base, "wire": Wire}
-        for name, kinds in choices.items():
-            check_choice(name, getattr(self, name), get_args(kinds))
-        check_choice("combine", self.combine, ("best", "average"))
-        check_choice("select_on", self.select_on, ("batch", "dev"))
+        check_fields(self, SETTING)
         for name in ("population", "interval", "examples", "slices"):
             check_count(name, getattr(self, name))
         if self.sigma != "auto":
-            check_number("sigma", self.sigma)
             check_rate("sigma", self.sigma)
         for name in ("lr", "weight_decay"):
             check_rate(name, getattr(self, name), zero=True)

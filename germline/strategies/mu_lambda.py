@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Stream, as_tensor, round_to
@@ -28,8 +29,6 @@ from germline.optim.shaping import goodness, mean_finite, rank_members
 from germline.strategies.candidates import Candidates, describe_offspring
 from germline.strategies.protocol import GenerationResult, Strategy
 from germline.strategies.settings import (
-    check_choice,
-    check_number,
     check_rate,
     document_settings,
     low_rank_field,
@@ -84,10 +83,8 @@ class MuLambda(Strategy[State]):
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
 
     def __post_init__(self) -> None:
-        check_choice("recombination", self.recombination, ("intermediate", "discrete"))
-        check_choice("adaptation", self.adaptation, ("self", "fifth", "none"))
+        check_fields(self, SETTING)
         check_rate("sigma", self.sigma)
-        check_number("sigma", self.sigma)
         if self.tau is not None:
             check_rate("tau", self.tau, zero=True)
         if not 1 <= self.parents <= self.children:

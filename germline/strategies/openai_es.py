@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Span, round_to
@@ -23,7 +24,6 @@ from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, SummedStrategy
 from germline.strategies.settings import (
     build_optimizer,
-    check_choice,
     check_optimizer,
     check_population,
     check_rate,
@@ -74,8 +74,8 @@ class OpenAIES(SummedStrategy[State]):
     shards: int = setting(1, "equal parts of the population that are ranked separately (semi-updates)")
 
     def __post_init__(self) -> None:
+        check_fields(self, SETTING)
         check_population(self.population, self.mirrored, self.shards)
-        check_choice("shaping", self.shaping, ("ranks", "zscore"))
         if self.sigma != "auto":
             check_rate("sigma", self.sigma)
         check_optimizer(self)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Stream, round_to
@@ -25,9 +26,7 @@ from germline.strategies.candidates import Candidates, Offspring
 from germline.strategies.protocol import GenerationResult, MemberBuilder, MemberStrategy, RowReader, StrategyKind
 from germline.strategies.settings import (
     build_optimizer,
-    check_choice,
     check_count,
-    check_number,
     check_optimizer,
     check_rate,
     document_settings,
@@ -96,14 +95,11 @@ class PESGD(MemberStrategy[State]):
     layers: tuple[int, ...] | None = setting(None, "the first parameter of each layer; set when a run starts")
 
     def __post_init__(self) -> None:
+        check_fields(self, SETTING)
         check_optimizer(self)
-        check_choice("selection", self.selection, ("truncation", "tournament"))
-        check_choice("crossover", self.crossover, ("layer", "uniform", "average", "none"))
-        check_choice("diversity", self.diversity, ("reset", "noise"))
         for name in ("population", "epochs", "workers_per_member"):
             check_count(name, getattr(self, name))
         for name in ("sigma", "spread"):
-            check_number(name, getattr(self, name))
             check_rate(name, getattr(self, name), zero=True)
         if not 1 <= self.count_parents() <= self.population:
             raise BadInput(f"There must be from 1 to {self.population} parents, not {self.parents}.")

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.machine import available_memory
@@ -28,7 +29,7 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import goodness, mean_finite
 from germline.strategies.candidates import Candidates, describe_offspring
 from germline.strategies.protocol import GenerationResult, Strategy
-from germline.strategies.settings import check_choice, check_number, check_rate, document_settings, setting
+from germline.strategies.settings import check_rate, document_settings, setting
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,8 @@ class PSO(Strategy[State]):
     noise: Kind = setting("popcount", "values of the first swarm's noise: popcount, sign or uniform")
 
     def __post_init__(self) -> None:
-        check_choice("topology", self.topology, ("global", "ring"))
+        check_fields(self, SETTING)
         check_rate("sigma", self.sigma)
-        check_number("sigma", self.sigma)
         check_rate("clamp", self.clamp)
         check_rate("own", self.own, zero=True)
         check_rate("others", self.others, zero=True)

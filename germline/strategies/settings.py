@@ -147,12 +147,6 @@ def check_count(name: str, value: int) -> None:
         raise BadInput(f"The setting {name} must be at least 1, not {value}.")
 
 
-def check_number(name: str, value: Any) -> None:
-    """Check that a setting that cannot change over the generations is a number."""
-    if not isinstance(value, int | float):
-        raise BadInput(f"The setting {name} must be a number here, not {value}.")
-
-
 def parse_ranks(ranks: str) -> list[tuple[str, int | None]]:
     """Return the setting ranks as a list of patterns of names and the rank of each.
 

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Span, round_to
@@ -25,7 +26,7 @@ from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import any_finite, shape_by_shard, utilities_by_rank
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, SummedStrategy
-from germline.strategies.settings import check_number, check_population, check_rate, document_settings, setting
+from germline.strategies.settings import check_population, check_rate, document_settings, setting
 
 ONE = 1 << 20  # utilities are counted in units of 2^-20
 
@@ -61,9 +62,9 @@ class SNES(SummedStrategy[State]):
     shards: int = setting(1, "equal parts of the population that are ranked separately (semi-updates)")
 
     def __post_init__(self) -> None:
+        check_fields(self, SETTING)
         check_population(self.population, self.mirrored, self.shards)
         check_rate("sigma", self.sigma)
-        check_number("sigma", self.sigma)
         check_rate("lr", self.lr, zero=True)
         if self.lr_sigma is not None:
             check_rate("lr_sigma", self.lr_sigma, zero=True)

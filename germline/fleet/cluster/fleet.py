@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from germline.arguments import check_arguments
 from germline.errors import BadInput
 from germline.fleet import gradients
 from germline.fleet.cluster.admission import Admission, Invitation
@@ -200,6 +201,7 @@ class Elastic(Cluster):
     >>> fleet.close()
     """
 
+    @check_arguments
     def __init__(
         self,
         address: str = "127.0.0.1:0",
@@ -255,6 +257,7 @@ class Dask(Cluster):
     ...     Dask(cluster).close()
     """
 
+    @check_arguments
     def __init__(self, target: Any, *, keys: str | Path | None = None, device: str = "auto") -> None:
         if isinstance(target, str):
             security = make_security(Path(keys) if keys is not None else None)
@@ -277,6 +280,7 @@ class Ray(Cluster):
     germline.errors.BadInput: Cannot join the Ray cluster at 127.0.0.1:1: ...
     """
 
+    @check_arguments
     def __init__(self, address: str | None = None, *, device: str = "auto") -> None:
         super().__init__(RayBackend(address), device)
 

@@ -102,7 +102,7 @@ def encode_gradient(gradient: Tensor, strategy: AnyStrategy) -> tuple[Wire, byte
 def decode_gradient(content: bytes, wire: Wire, like: Tensor) -> Tensor:
     """Return the gradient of a message, as long as an array and on its device."""
     row = torch.frombuffer(bytearray(content), dtype=torch.uint8)[None]
-    return decode_rows(row, like.numel(), wire, like.dtype)[0].to(like.device)
+    return decode_rows(row, like.numel(), wire, like.dtype)[0].view_as(like).to(like.device)
 
 
 def decode_slices(arrays: Sequence[bytes], count: int, like: Tensor, wire: Wire) -> tuple[Scores, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from germline.arguments import check_arguments
 from germline.errors import BadInput
 from germline.fleet.executor import Executor, find_device, time_update
 from germline.fleet.gradients import Scores, average_scores, sum_in_order
@@ -26,7 +27,6 @@ from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
 from germline.strategies import AnyStrategy, Candidates, GradientStrategy, MemberStrategy, SummedStrategy, Wire
-from germline.strategies.settings import check_choice
 
 TIMEOUT = 120.0  # seconds
 
@@ -49,6 +49,7 @@ class SPMD(Fleet):
 
     runs: ClassVar[int] = 0  # that this process has started
 
+    @check_arguments
     def __init__(
         self,
         exchange: Exchange = "auto",
@@ -59,8 +60,6 @@ class SPMD(Fleet):
         timeout: float = TIMEOUT,
         send_weights: bool = False,
     ) -> None:
-        check_choice("exchange", exchange, ("auto", "replay", "chromosome", "semi", "central"))
-        check_choice("backend", backend, ("auto", "gloo", "nccl", "mpi"))
         if not timeout > 0:
             raise BadInput(f"The timeout must be above 0 seconds, not {timeout}.")
         self.exchange, self.device, self.backend, self.timeout = exchange, device, backend, timeout

@@ -11,21 +11,31 @@ import torch.nn.functional as F
 from torch import nn
 
 import germline as gl
+from germline.engine import loop
 from germline.engine.journal import canonical, chain_hash, digest
+from germline.engine.opening import start
+from germline.engine.stopping import Stop
+from germline.fleet import Local
 
 Edit = Callable[[dict[str, Any]], Any]
 
 
-def make_run(path: Path, strategy: Any = None, generations: int = 6) -> str:
-    """Train a small run; return the hash of its weights."""
+def small_recipe(strategy: Any = None) -> gl.Recipe:
+    """Return a small problem."""
     x = torch.linspace(-1, 1, 240).reshape(48, 5)
     model = gl.seeded(0, lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
     strategy = strategy or gl.OpenAIES(population=8)
-    settings: dict[str, Any] = {"generations": generations, "snapshot_every": 4, "evaluate_every": 3, "run": path}
-    result = gl.train(
-        model, (x, x[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=16, strategy=strategy, **settings
+    return gl.Recipe(
+        model, (x, x[:, :3].argmax(1)), loss=F.cross_entropy, batch_size=16, strategy=strategy, snapshot_every=4
     )
-    return str(result.summary["theta_sha256"])
+
+
+def make_run(path: Path, strategy: Any = None, generations: int = 6) -> str:
+    """Train a small run; return the hash of its weights."""
+    session = start(small_recipe(strategy), path, seed=0, fleet=Local("cpu", 1), about={})
+    summary = loop.run(session, Stop(generations=generations))
+    session.require_journal().close()
+    return str(summary["theta_sha256"])
 
 
 def forge(path: Path, header: Edit | None = None, record: Edit | None = None) -> None:
