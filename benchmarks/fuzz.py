@@ -215,8 +215,8 @@ class Fuzzer:
         sent = messages.encode_state(weights, "3", is_whole=False)
         scores = np.linspace(0, 1, session.strategy.population, dtype=np.float32)
         values = {"sigma": 0.1, "lr": 0.1}
-        told = Message({"op": "tell", "generation": 0, "values": values, "wire": None}, [scores.tobytes()])
-        original = chance.choice((sent, told))
+        record = Message({"op": "tell", "generation": 0, "values": values, "wire": None}, [scores.tobytes()])
+        original = chance.choice((sent, record))
         head, arrays = dict(original.head), list(original.arrays)
         if chance.random() < 0.5:
             mutated = mutate_json(head, chance)
@@ -229,7 +229,7 @@ class Fuzzer:
         job |= {"checked_fields": list(weights), "check": True, "first": 0, "last": 1, "batch": 0, "on_dev": False}
         answer = responder.answer(Message({**job, "address": 3, "values": values}, ()))
         assert answer is not None
-        if answer.head["op"] != "answer" or original is told:
+        if answer.head["op"] != "answer" or original is record:
             return "refused"
         if answer.head["checksum"] != messages.checksum(weights):
             return "refused"  # by the coordinator

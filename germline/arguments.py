@@ -87,7 +87,7 @@ def convert(label: str, value: Any, kind: Any) -> Any:
             continue
     literals = [option for option in options if typing.get_origin(option) is typing.Literal]
     choices = [choice for literal in literals for choice in typing.get_args(literal) if isinstance(choice, str)]
-    if choices and isinstance(value, str) and str not in options:
+    if choices and isinstance(value, str) and set(options) <= {*literals, type(None)}:
         raise unknown_name(label.removesuffix("=").rpartition(" ")[2], value, choices)
     described = dict.fromkeys(describe(option) for option in options)
     raise BadInput(f"{label} must be {' or '.join(described)}, not {show(value)}.")

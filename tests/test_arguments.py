@@ -111,14 +111,14 @@ def test_strategy(cls: Any, name: str) -> None:
     for what, value in VALUES.items():
         small = {"population": 4} if "population" in inspect.signature(cls).parameters else {}
         small |= {key: 2 for key in ("parents", "elites") if key in inspect.signature(cls).parameters}
-        made: list[Any] = []
-        if is_answered(lambda: made.append(cls(**small | {name: value}))):  # noqa: B023
+        strategies: list[Any] = []
+        if is_answered(lambda: strategies.append(cls(**small | {name: value}))):  # noqa: B023
             continue
         assert what not in NEVER, (name, what)
-        population = getattr(made[0], "population", 1)
+        population = getattr(strategies[0], "population", 1)
         if population > 1000 or what == "huge":
             continue  # right, but too long for a test
-        problem = make_problem() | {"strategy": made[0], "run": False, "batch_size": 6}
+        problem = make_problem() | {"strategy": strategies[0], "run": False, "batch_size": 6}
         is_answered(lambda problem=problem: gl.train(**problem))
 
 

@@ -272,11 +272,11 @@ def test_a_torch_scheduler_decides_the_learning_rate() -> None:
         (lambda: OpenAIES(lr=-1.0), "0 or more"),
         (lambda: OpenAIES(weight_decay=float("nan")), "a finite number"),
         (lambda: OpenAIES(sigma=Schedule("linear", 0.1, 0.0, 5)), "above 0"),
-        (lambda: OpenAIES(sigma="wide"), "above 0"),  # type: ignore[arg-type]
+        (lambda: OpenAIES(sigma="wide"), "must be a finite number or a Schedule or a function or 'auto'"),  # type: ignore[arg-type]
         (lambda: OpenAIES(sigma=lambda g: -1.0).values(OpenAIES().init(torch.zeros(1)), 0), "above 0"),
         (lambda: OpenAIES(optimizer="torch.LBFGS"), "cannot step"),
         (lambda: OpenAIES(optimizer=torch.optim.SGD, weight_decay=0.1), "weight decay too"),
-        (lambda: Schedule("step", 1.0, 0.5, 5), "no schedule 'step'"),  # type: ignore[arg-type]
+        (lambda: Schedule("step", 1.0, 0.5, 5), "no shape 'step'"),  # type: ignore[arg-type]
         (lambda: OpenAIES(shaping="rank"), "did you mean 'ranks'"),  # type: ignore[arg-type]
         (lambda: OpenAIES(optimizer="adamw"), "did you mean 'adam'"),
         (lambda: OpenAIES(optimizer="torch.Adm"), "did you mean 'torch.Adam'"),
