@@ -111,7 +111,7 @@ class Follower:
         """Return whether what a message builds on is there."""
         needed = head.get("version") if head["op"] == "job" else None
         if head["op"] in ("tell", "gradient"):
-            return self.version is not None and self.version.rstrip("+") == str(head["generation"])
+            return self.version is not None and self.version.rstrip("+") == str(head.get("generation"))
         return needed is None or needed == self.version
 
     def handle(self, message: Message) -> Message | None:
