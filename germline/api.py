@@ -19,6 +19,7 @@ from germline.engine.stopping import Stop, Target
 from germline.errors import BadInput, count
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
+from germline.genome import refuse_inference_tensors
 from germline.metrics import Metrics
 from germline.population import DType
 from germline.recipes import Recipe
@@ -160,6 +161,7 @@ def train(
     >>> result.history[-1]["mean"] < 0.1 * result.history[0]["mean"]
     True
     """
+    refuse_inference_tensors(model)
     if generations is None and seconds is None and target is None and interactions is None:
         generations = 300
     stop = Stop(generations, seconds, Target.parse(target), patience=patience, interactions=interactions)

@@ -68,9 +68,6 @@ class Genome:
                 continue
             if nn.parameter.is_lazy(parameter):
                 raise BadInput(f"Parameter {name} has no shape yet: run the module once on a batch before training it.")
-            if parameter.is_inference():
-                reason = "it was made in torch.inference_mode(), so that it cannot be written: make the module outside"
-                raise BadInput(f"Parameter {name} cannot be trained: {reason}.")
             if not parameter.dtype.is_floating_point:
                 reason = "only real floating-point parameters can be trained"
                 raise BadInput(f"Parameter {name} is {parameter.dtype}; {reason}.")
@@ -208,6 +205,13 @@ class MemoryRange(NamedTuple):
     stop: int
     name: str
     is_trainable: bool
+
+
+def refuse_inference_tensors(module: nn.Module) -> None:
+    """Raise BadInput if a module was made in inference mode, and is trained outside: it could not be written there."""
+    names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if tensor.is_inference()]
+    if names and not torch.is_inference_mode_enabled():
+        raise BadInput(f"{names[0]} was made in torch.inference_mode() and cannot be written: make the module outside.")
 
 
 def refuse_shared_memory(module: nn.Module) -> None:

@@ -28,7 +28,7 @@ from germline.errors import BadInput
 from germline.fleet.executor import run_on_threads
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
-from germline.genome import theta_sha256
+from germline.genome import refuse_inference_tensors, theta_sha256
 from germline.objective import Batch, Objective, build_objective, iterate_tensors, seeded_generators, tensor_bytes
 from germline.population import (
     Call,
@@ -139,6 +139,7 @@ class Search:
         run: str | Path | None = None,
         resume: str | Path | None = None,
     ) -> None:
+        refuse_inference_tensors(model)
         if loss is None and score is None and objective is None:
             goal = Objective(refuse_step, bool(maximize), of_model=True)
         else:
