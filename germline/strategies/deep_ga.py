@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.noise import Field, Kind, as_tensor
 from germline.optim.shaping import rank_members
@@ -72,6 +73,7 @@ class DeepGA(Strategy[State]):
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
 
     def __post_init__(self) -> None:
+        check_fields(self, SETTING)
         check_rate("sigma", self.sigma)
         if not 1 <= self.parents <= self.population:
             raise BadInput(f"There must be from 1 to {self.population} parents, not {self.parents}.")
