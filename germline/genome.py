@@ -5,6 +5,7 @@ The genome is the module's trainable parameters in the module's own order. Tied 
 whatever the module's own types: evolution takes steps that 16-bit weights would swallow.
 """
 
+import copy
 import hashlib
 import json
 import math
@@ -233,6 +234,31 @@ def refuse_shared_memory(module: nn.Module) -> None:
             message = f"{furthest.name} and {memory.name} lie in the same memory but are two tensors: "
             raise BadInput(message + "tie weights by assigning one Parameter to both modules, or clone one of them.")
         furthest = max(furthest, memory, key=lambda r: (r.device, r.stop))
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module, in which compiled parts are plain ones again.
+
+    Tensors that a module has computed and keeps, as old weight norm and pruning do, are copied as they are: torch
+    copies no tensor that has a history of gradients.
+    """
+    tensors = [x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor)]
+    copied = copy.deepcopy(module, {id(x): x.detach().clone() for x in tensors if not x.is_leaf})
+    for part in copied.modules():
+        if type(part).__name__ == "OptimizedModule":  # of torch.compile, whose import takes a second
+            part.__class__ = Uncompiled
+            vars(part).pop("forward", None)
+    return copied
+
+
+class Uncompiled(nn.Module):
+    """What ``torch.compile`` makes of a module, without the compiler; parameters have the same names."""
+
+    _orig_mod: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module that was compiled."""
+        return self._orig_mod(*args, **kwargs)
 
 
 def tracks_statistics(part: nn.Module) -> bool:

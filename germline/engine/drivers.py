@@ -7,7 +7,6 @@
 A driver holds no state: it works on a session.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from germline.engine.scoring import ONE_BY_ONE
 from germline.errors import BadInput
 from germline.fleet.protocol import MemberShare, TrainedMember, Update
+from germline.genome import copy_module
 from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import Batch, Batches, seeded_generators
 from germline.optim.optimizers import Moments
@@ -298,7 +298,7 @@ class FirstMembers:
         """Return new initial weights, as the module's layers draw them, by a seed of the member's own."""
         scorer = self.session.scorer
         seed = int(Field(self.session.seed).below(1 << 32, 1, member, Stream.INITIAL)[0])
-        module: nn.Module = copy.deepcopy(cast(nn.Module, scorer.module))
+        module: nn.Module = copy_module(cast(nn.Module, scorer.module))
         with seeded_generators(seed):
             for part in module.modules():
                 if callable(reset := getattr(part, "reset_parameters", None)):

@@ -1,6 +1,5 @@
 """Ways to get hold of a run: set up, start, resume, or open it for a replay."""
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
-from germline.genome import Genome, frozen_sha256
+from germline.genome import Genome, copy_module, frozen_sha256
 from germline.objective import Batches, Data, Objective
 from germline.population import Plan
 from germline.recipes import Recipe
@@ -168,7 +167,7 @@ def rebuild(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     content = (dict(journal.header), str(journal.path)) if journal is not None else ({}, "")
     header, path = fleet.group.broadcast(content)
     if fleet.sends_weights:
-        model = copy.deepcopy(recipe.model)
+        model = copy_module(recipe.model)
         model.load_state_dict(fleet.group.broadcast_state(dict(model.state_dict())))
         recipe = replace(recipe, model=model)
     session = rebuild_from_header(recipe, header, fleet, path)

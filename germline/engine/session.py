@@ -1,6 +1,5 @@
 """A session: a run that is trained, replayed or followed. One generation is: ask, score, tell, record."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from germline.engine.scoring import Scorer
 from germline.errors import BadInput
 from germline.fleet.executor import Executor
 from germline.fleet.protocol import Fleet, MemberShare, Scores, Update
-from germline.genome import Genome, theta_sha256
+from germline.genome import Genome, copy_module, theta_sha256
 from germline.machine import peak_memory
 from germline.noise import Field
 from germline.objective import Batch, Batches, Data, Objective
@@ -144,7 +143,7 @@ class Session:
             genome = Genome.from_module(module)
             if objective.of_model:  # it may bring its own tensors, for the device where the module is
                 device = fleet.find_device(next(module.parameters()).device)
-            module = copy.deepcopy(module)
+            module = copy_module(module)
             if norms is not None:
                 set_fixed_norms(module, norms)
         assert genome is not None
@@ -406,8 +405,8 @@ class Session:
 
         The copy is in evaluation mode and on the device of the members.
         """
-        model = copy.deepcopy(self.scorer.module)  # what it writes to its buffers must not reach any member
-        assert model is not None
+        assert self.scorer.module is not None
+        model = copy_module(self.scorer.module)  # what it writes to its buffers must not reach any member
         self.scorer.genome.write(self.state.theta if self.kept_theta is None else self.kept_theta, model)
         model.to(self.scorer.device).eval()
         if self.batches is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_map
 
 from germline.genome import Genome, Slot
 from germline.kernels import kernel_device
@@ -122,6 +123,15 @@ class Block:
             self.functions.pop()  # it refers to this block: a cycle, which would live until garbage is collected
         return outputs
 
+    @contextmanager
+    def select(self, member: int) -> Iterator[None]:
+        """Have modules read the parameters of one member, by its position in the block."""
+        self.single_member = member
+        try:
+            yield
+        finally:
+            self.single_member = None
+
     # The noise apart from the center, for layers that are linear in their weights
 
     def matrix(self, index: int | None) -> Matrix | None:
@@ -200,6 +210,53 @@ class CurrentBlock(threading.local):
 
 
 current_block = CurrentBlock()
+
+
+class StandIn(torch.Tensor):
+    """Stands for a trained parameter where code goes through a module's parameters, as ``next(self.parameters())``.
+
+    Questions about its type, its device or its shape are answered without making any weights. Every other function
+    of torch gets the parameter of the current block instead.
+    """
+
+    slot: int
+
+    @staticmethod
+    def create(index: int, parameter: torch.Tensor) -> "StandIn":
+        """Return what stands for a parameter, by its number in the genome."""
+        # code that gets past __torch_function__ reads NaN, which the check notices
+        value = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        stand_in = value.expand(parameter.shape).as_subclass(StandIn)
+        stand_in.slot = index
+        stand_in._is_param = True  # for isinstance(..., nn.Parameter)
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer questions about the parameter, or call a function with the parameter of the current block."""
+        if function in QUESTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        args, kwargs = tree_map(cls.read, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def read(value: Any) -> Any:
+        """Return the parameter of the current block for what stands for it, and any other value as it is."""
+        return current_block.get().parameter(value.slot) if isinstance(value, StandIn) else value
+
+    def __deepcopy__(self, memo: Any) -> "StandIn":
+        """Return the same object, which never changes."""
+        return self
+
+
+PROPERTIES = (
+    "dtype device shape ndim requires_grad layout is_cuda is_cpu is_meta is_sparse is_quantized is_leaf grad grad_fn"
+)
+METHODS = "size dim numel nelement is_floating_point is_complex element_size get_device __hash__"
+QUESTIONS = {getattr(torch.Tensor, name).__get__ for name in PROPERTIES.split()}
+QUESTIONS |= {getattr(torch.Tensor, name) for name in METHODS.split()}
+QUESTIONS |= {torch.is_floating_point, torch.is_complex, torch.numel}
 
 
 @torch.library.custom_op("germline::layer", mutates_args=())

@@ -5,14 +5,17 @@ members compared with plain copies of the module. Parameters that no layer has r
 During the run sampled members are compared again (``matches_plain_copy``).
 """
 
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from germline.errors import BadInput
 from germline.objective import Batch, seeded_generators
@@ -20,6 +23,7 @@ from germline.optim.shaping import goodness
 from germline.population.block import Generation
 from germline.population.evaluator import Evaluator, refuse_changes, select_member
 from germline.population.flops import count_products
+from germline.population.outputs import map_output
 from germline.population.plan import METHODS, DType, Method, Plan, PlanChoice
 from germline.strategies.candidates import Candidates
 
@@ -29,9 +33,12 @@ TOLERANCE = 1e-3  # of an output's size: far above the rounding of float32, far 
 ROUNDINGS = 4  # of a module of 16 bits, where that is not far above
 OUTLIERS = 0.02  # the part of the outputs that may differ, where rounding falls on the other side of a threshold
 SURVIVAL = 0.99  # the correlation of ranks that bfloat16 must preserve
+DIFFERENT = "its outputs for several members at once differ from those of plain copies of the model"
 UNSTABLE_SCORE = "the score keeps state between calls, or draws random numbers"
 SHAKE = 2.0**-22  # of the noise: about the rounding of float32
 MIN_SIGMA = 0.02  # below which a check is not repeated with less noise
+LARGEST_LOOP = 0.95  # the part of the parameters that may belong to parts that are run for one member at a time
+SHARED_WRITES = ("inplace", "in-place", "there exists a Tensor `other`", "match the broadcast shape")  # in messages
 MIN_FLOPS = 10_000_000  # of a member: with fewer, converting to bfloat16 costs as much as multiplying saves
 
 
@@ -66,12 +73,18 @@ def choose_plan(
     reason = None
     for method in methods:
         one_by_one = method in ("loop", "isolated")
-        plan = Plan(1 if one_by_one else block, method, not one_by_one, dropout=dropout)
-        # code that draws from the global generators must be noticed, and the user's generators stay as they were
-        with seeded_generators(1):
-            choice, problem = trial.try_plan(plan)
-        if choice is not None:
-            return replace(choice, reason=reason or problem)
+        plan: Plan | None = Plan(1 if one_by_one else block, method, not one_by_one, dropout=dropout)
+        part_problem = None
+        while plan is not None:
+            # code that draws from the global generators must be noticed, and the user's generators stay as they were
+            with seeded_generators(1):
+                choice, problem, variant = trial.try_plan(plan)
+            if choice is not None:
+                return replace(choice, reason=reason or problem or part_problem)
+            if variant is not None and variant.looped and not plan.looped:
+                names = ", ".join(variant.looped[:3]) + (", ..." if len(variant.looped) > 3 else "")
+                part_problem = f"parts of it ({names}) run for one member at a time: {problem}"
+            plan = variant
         reason = problem  # of several, the one that rules out the next best plan
     raise BadInput(f"The model cannot be evaluated: {reason}.")
 
@@ -124,17 +137,21 @@ class Trial:
             return None
         return self.with_sigma(sigma / 4)
 
-    def try_plan(self, plan: Plan) -> tuple[PlanChoice | None, str | None]:
-        """Return the plan if it gives what is expected, perhaps with a slower score, else None; and the problem."""
-        batch, one_by_one = self.batch.copy(), plan.one_by_one
+    def try_plan(self, plan: Plan) -> tuple[PlanChoice | None, str | None, Plan | None]:
+        """Return the plan if it gives what is expected, perhaps with a slower score, the problem, and what may help.
+
+        Returns:
+            The choice or None, the problem or None, and a variant of the plan to be tried next or None.
+        """
+        batch, one_by_one, generators = self.batch.copy(), plan.one_by_one, generator_states()
         # one member or block is evaluated twice, so that state between calls shows
         if one_by_one:
             groups = [np.array([member]) for member in [*self.sampled, self.sampled[0]]]
             expected = [*self.expected, self.expected[0]]
         else:
             groups, expected = [self.blocks[1], *self.blocks], [*self.expected[2:], *self.expected]
+        evaluator = self.make(plan)
         try:
-            evaluator = self.make(plan)
             generation = evaluator.generation(self.candidates, batch)
             outputs: list[Any] = []
             with refuse_changes(generation.batch):
@@ -146,29 +163,55 @@ class Trial:
                         outputs += [select_member(of_block, 0), select_member(of_block, -1)]
         except Exception as error:  # whatever the code of a module does that cannot be done for a block
             failure = "its code fails" if one_by_one else "its code cannot run for several members at once"
-            return None, f"{failure} ({describe_error(error)})"
+            return None, f"{failure} ({describe_error(error)})", self.find_variant(evaluator, error)
         tolerance, is_isolated = choose_tolerance(self.plain), plan.method == "isolated"  # which is right by design
+        renewed = None if one_by_one or plan.renewed else replace(plan, renewed=True)
         if not is_isolated and not all(outputs_match(*pair, tolerance) for pair in zip(outputs, expected, strict=True)):
-            if one_by_one:
-                return None, "it keeps state between calls, or draws random numbers"
+            if one_by_one or (renewed is not None and generator_states() != generators):
+                return None, "it keeps state between calls, or draws random numbers", renewed
             calmer = self.with_less_noise()
             if calmer is not None:
                 return calmer.try_plan(plan)
-            return None, "its outputs for several members at once differ from those of plain copies of the model"
+            return None, DIFFERENT, renewed
+        if renewed is not None and generator_states() != generators:
+            return None, "it draws random numbers", renewed
         if plan.method == "population":
             name = self.find_bypassed_parameter(batch, generation.read_slots)
             if name is not None:
-                return None, f"its parameter {name} is used, but not read as an attribute of the module that owns it"
+                problem = f"its parameter {name} is used, but not read as an attribute of the module that owns it"
+                return None, problem, None
         try:
             if not one_by_one:
-                return self.try_score(evaluator, generation)
+                return *self.try_score(evaluator, generation), None
             scores = evaluator.score_block(generation, groups[0])
             again, seconds = time_scores(evaluator, generation, groups[0])
         except Exception as error:
-            return None, f"the loss or score fails ({describe_error(error)})"
+            return None, f"the loss or score fails ({describe_error(error)})", None
         if not is_isolated and scores.tobytes() != again.tobytes():
-            return None, UNSTABLE_SCORE
-        return PlanChoice(evaluator.plan, seconds=seconds), None
+            return None, UNSTABLE_SCORE, None
+        return PlanChoice(evaluator.plan, seconds=seconds), None, None
+
+    def find_variant(self, evaluator: Evaluator, error: Exception) -> Plan | None:
+        """Return a variant of a plan that may not fail: with private tensors, or with a part run member by member."""
+        plan, module = evaluator.plan, self.plain.module
+        if plan.one_by_one:
+            return None
+        if not plan.private and any(words in str(error) for words in SHARED_WRITES):
+            return replace(plan, private=True)
+        if plan.method != "population":
+            return None
+        running = find_running_parts(evaluator.thread_copies.get(), error)
+        within = next((i for i, name in enumerate(running) if name in plan.looped), len(running))
+        if not (names := [name for name in running[:within] if name]):
+            return None
+        kind = type(module.get_submodule(names[-1]))
+        is_torch = kind.__module__.startswith("torch.")  # its other layers of this kind may be very different
+        alike = {name for name, part in module.named_modules() if name and type(part) is kind and not is_torch}
+        looped = sorted({*plan.looped, *alike, names[-1]})
+        slots = [slot for slot in evaluator.genome.slots if any(slot.name.startswith(f"{name}.") for name in looped)]
+        if sum(slot.stop - slot.start for slot in slots) > LARGEST_LOOP * evaluator.genome.size:
+            return None
+        return replace(plan, looped=tuple(looped))
 
     def try_score(self, evaluator: Evaluator, generation: Generation) -> tuple[PlanChoice | None, str | None]:
         """Return the plan with a score for all members at once or, with the problem, for one after the other."""
@@ -198,6 +241,18 @@ class Trial:
                 if not outputs_match(output, self.expected[0], choose_tolerance(self.plain)):
                     return slot.name
         return None
+
+
+def generator_states() -> list[Any]:
+    """Return the states of the global random generators, to be compared."""
+    return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]  # noqa: NPY002
+
+
+def find_running_parts(module: nn.Module, error: Exception) -> list[str]:
+    """Return the names of the parts of a module whose code was running when it failed, from the outermost on."""
+    names = {id(part): name for name, part in module.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return list(dict.fromkeys(names[id(owner)] for owner in frames if id(owner) in names))
 
 
 def time_scores(
@@ -313,13 +368,9 @@ def outputs_match(output: Any, expected: Any, tolerance: float = TOLERANCE) -> b
 
 def iterate_leaves(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors and numbers of an output."""
-    if is_dataclass(output) and not isinstance(output, type):
-        output = [getattr(output, f.name) for f in fields(output)]
-    if isinstance(output, torch.Tensor | int | float):
-        yield torch.as_tensor(output)
-    elif isinstance(output, Mapping | list | tuple):
-        for item in output.values() if isinstance(output, Mapping) else output:
-            yield from iterate_leaves(item)
+    leaves: list[torch.Tensor] = []
+    map_output(lambda leaf: leaves.append(torch.as_tensor(leaf)), output, (torch.Tensor, int, float))
+    yield from leaves
 
 
 def tensors_match(tensor: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:

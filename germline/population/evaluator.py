@@ -1,8 +1,7 @@
 """Scores blocks of members of one module on one device, by one of the methods of ``METHODS``."""
 
-import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +13,22 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_map
 
 from germline.clock import clock
-from germline.genome import Genome
+from germline.genome import Genome, copy_module
 from germline.kernels import kernel_device
 from germline.objective import Batch, Objective, iterate_tensors
 from germline.population.block import Block, Generation, current_block
 from germline.population.buffers import ALIGNMENT
-from germline.population.isolation import ThreadModule, copy_module, isolated_generators
+from germline.population.isolation import (
+    MemberModule,
+    PrivateTensors,
+    ThreadModule,
+    copy_with_flat_weights,
+    isolated_generators,
+    restored_attributes,
+)
 from germline.population.members import Members
 from germline.population.norms import tracking_norms
+from germline.population.outputs import combine_outputs, join_output, map_output, split_output
 from germline.population.plan import Plan
 from germline.population.population_module import enable_dropout, make_population_module
 from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
@@ -66,7 +73,7 @@ class Evaluator:
         if plan.dtype == "bfloat16":
             copied = copied.to(torch.bfloat16)
         if plan.method == "population":
-            copied = make_population_module(copied, genome)
+            copied = make_population_module(copied, genome, plan.looped)
         if plan.method == "vmap":
             copied = split_cells(copied)
         if plan.dropout:
@@ -104,7 +111,7 @@ class Evaluator:
             share: the blocks that this process evaluates.
         """
         is_vectorized = self.plan.vectorized and not self.plan.one_by_one and candidates.shared
-        if kernel_device(self.device).type != "cuda" or not is_vectorized or batch is None:
+        if kernel_device(self.device).type != "cuda" or not is_vectorized or batch is None or self.plan.renewed:
             return None
         shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, Tensor)
         key = (population, share.start, share.stop, shapes, has_vector_sigma, candidates.field)
@@ -150,9 +157,10 @@ class Evaluator:
             else:
                 outputs = self.outputs(generation, members)
                 if self.plan.vectorized:
-                    score = vmap(lambda output: self.objective.function(output, batch.target))
+                    tensors, template = split_output(outputs)
+                    score = vmap(lambda *some: self.objective.function(join_output(some, template), batch.target))
                     with FasterFunctions():
-                        return torch.as_tensor(score(outputs)).reshape(len(members)).float()
+                        return torch.as_tensor(score(*tensors)).reshape(len(members)).float()
                 scores = [self.objective.function(select_member(outputs, i), batch.target) for i in range(len(members))]
             scalars = [torch.as_tensor(score, dtype=torch.float32, device=self.device) for score in scores]
             return torch.stack([scalar.detach().reshape(()) for scalar in scalars])
@@ -162,22 +170,43 @@ class Evaluator:
         batch, module = generation.batch, self.thread_copies.get()
         assert batch is not None
         if self.plan.one_by_one:
-            outputs = [self.member_output(generation, member) for member in members]
-            return tree_map(lambda *rows: torch.stack(rows), *outputs)
-        buffers = self.copy_buffers()
+            return combine_outputs(torch.stack, [self.member_output(generation, member) for member in members])
+        buffers, template = self.copy_buffers(), None
         with current_block.set(Block(generation, members)) as block:
 
-            def forward(vmap_index: Tensor, weights: dict[str, Tensor]) -> Any:
+            def forward(vmap_index: Tensor, weights: dict[str, Tensor]) -> list[Tensor]:
+                nonlocal template
                 block.vmap_index = vmap_index
                 if not weights and not buffers:
-                    return materialize(module(*batch.args, **batch.kwargs))
-                return materialize(functional_call(module, weights | buffers, batch.args, batch.kwargs))
+                    output = module(*batch.args, **batch.kwargs)
+                else:
+                    output = functional_call(module, buffers | weights, batch.args, batch.kwargs)
+                tensors, template = split_output(output)
+                return [materialize(tensor) for tensor in tensors]
 
             # a tied parameter has its first name alone: functional_call knows the others
             slots = enumerate(self.genome.slots) if self.plan.method == "vmap" else ()
-            weights = {slot.name: block.weights(index) for index, slot in slots}
-            with FasterFunctions():
-                return to_float32(vmap(forward)(torch.arange(block.size), weights))
+            weights = {slot.name: block.weights(index) for index, slot in slots} | self.expand_buffers(block, buffers)
+            with FasterFunctions(), self.prepare_code(block, module):
+                tensors = vmap(forward, randomness="same")(torch.arange(block.size), weights)
+            return to_float32(join_output(tensors, template))
+
+    @contextmanager
+    def prepare_code(self, block: Block, module: nn.Module) -> Iterator[None]:
+        """Give the module's code what the plan says: private tensors, its first state and the same random numbers."""
+        with ExitStack() as stack:
+            if self.plan.private:
+                stack.enter_context(PrivateTensors(block))
+            if self.plan.renewed:
+                stack.enter_context(isolated_generators(block.generation.candidates))
+                stack.enter_context(restored_attributes(module))
+            yield
+
+    def expand_buffers(self, block: Block, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers of each member, if members have private tensors, for the code that writes to them."""
+        if not self.plan.private:
+            return {}
+        return {name: buffer.expand(block.size, *buffer.shape).clone() for name, buffer in buffers.items()}
 
     def member_output(self, generation: Generation, member: int) -> Any:
         """Return the output of one member, from a plain module with its weights."""
@@ -195,16 +224,17 @@ class Evaluator:
     def member_module(self, generation: Generation, member: int) -> Iterator[tuple[nn.Module, Any]]:
         """Yield a plain module with a member's weights, and the batch; copies of both if the plan is to isolate it."""
         is_isolated, candidates, batch = self.plan.method == "isolated", generation.candidates, generation.batch
-        module = copy_module(self.module) if is_isolated else self.thread_copies.get()
-        if is_isolated and batch is not None:
-            batch = batch.copy()
-        block = Block(generation, np.array([member]), single_member=0)
-        with current_block.set(block), isolated_generators(candidates) if is_isolated else nullcontext():
-            self.genome.write(candidates.weights(block.members, 0, self.genome.size)[0], module)
-            for name, buffer in self.copy_buffers().items():
-                owner, _, attribute = name.rpartition(".")
-                module.get_submodule(owner)._buffers[attribute] = buffer
-            yield module, batch
+        if is_isolated:
+            target = MemberModule(copy_with_flat_weights(self.module), self.genome)
+            batch = batch.copy() if batch is not None else None
+        else:
+            target = self.thread_copies.get_member(self.genome)
+        with isolated_generators(candidates) if is_isolated else nullcontext():
+            if not self.plan.dropout:
+                yield target.write(candidates, int(member)), batch
+                return
+            with current_block.set(Block(generation, np.array([member]), single_member=0)):  # which draws the masks
+                yield target.write(candidates, int(member)), batch
 
     def copy_buffers(self) -> dict[str, Tensor]:
         """Return copies of the buffers, so that what a module writes to them is gone before the next block."""
@@ -264,7 +294,7 @@ def prepare_input(value: Any, dtype: torch.dtype | None) -> Any:
 
 def to_float32(outputs: Any) -> Any:
     """Return outputs with bfloat16 tensors as float32: losses are computed in float32."""
-    return tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x, outputs)
+    return map_output(lambda x: x.float() if x.dtype == torch.bfloat16 else x, outputs)
 
 
 @contextmanager
@@ -283,7 +313,7 @@ def tensor_versions(batch: Batch | None) -> list[int]:
 
 def select_member(outputs: Any, i: int) -> Any:
     """Return the outputs of one member."""
-    return tree_map(lambda tensor: tensor[i], outputs)
+    return map_output(lambda tensor: tensor[i], outputs)
 
 
 def make_evaluation_copy(module: nn.Module) -> nn.Module:
@@ -292,7 +322,7 @@ def make_evaluation_copy(module: nn.Module) -> nn.Module:
     Norms in evaluation mode use their running statistics, and norms in training mode those of the batch.
     """
     norms_in_training = tracking_norms(module, training=True)
-    module = copy.deepcopy(module).eval()
+    module = copy_module(module).eval()
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0

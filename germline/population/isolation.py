@@ -15,15 +15,19 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
+from germline.genome import Genome, copy_module
 from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import seeded_generators
+from germline.population.block import Block, current_block
 from germline.strategies.candidates import Candidates
 
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
@@ -92,7 +96,7 @@ def set_exact(device_type: str) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         enable_warnings(False)
         flash = [SDPBackend.FLASH_ATTENTION] if device_type == "cuda" else []
-        with quick_checks(), sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
+        with quick_checks(), forward_only(), sdpa_kernel([*flash, SDPBackend.MATH]):  # the two that vmap has rules for
             yield
     finally:
         enable_warnings(had_warnings)
@@ -119,6 +123,27 @@ def quick_checks() -> Iterator[None]:
         yield
     finally:
         owner._check_with = original
+
+
+@contextmanager
+def forward_only() -> Iterator[None]:
+    """Let autograd functions that know nothing of vmap run under it: members need their forward alone."""
+    owner: Any = torch.autograd.Function
+    original = owner.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        is_simple = cls.setup_context is owner.setup_context  # has a forward that takes a context
+        if current_block.block is None or torch.is_grad_enabled() or not is_simple:
+            return original.__get__(None, cls)(*args, **kwargs)
+        context: Any = torch.autograd.function.FunctionCtx()
+        context.needs_input_grad = (False,) * len(args)
+        return cls.forward(context, *args, **kwargs)
+
+    owner.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        owner.apply = original
 
 
 @cache
@@ -173,18 +198,98 @@ class ThreadModule(threading.local):
     def __init__(self, original: nn.Module) -> None:  # called in every thread that uses the object
         self.original = original
         self.copied: nn.Module | None = None
+        self.member: MemberModule | None = None
 
     def get(self) -> nn.Module:
         """Return the copy of this thread."""
         if self.copied is None:
-            self.copied = copy_module(self.original)
+            self.copied = copy_with_flat_weights(self.original)
         return self.copied
 
+    def get_member(self, genome: Genome) -> "MemberModule":
+        """Return the copy of this thread as a module into which members are written."""
+        if self.member is None:
+            self.member = MemberModule(self.get(), genome)
+        return self.member
 
-def copy_module(module: nn.Module) -> nn.Module:
+
+class MemberModule:
+    """A plain module into which one member after the other is written; what its code does to its buffers is undone."""
+
+    def __init__(self, module: nn.Module, genome: Genome) -> None:
+        self.module = module
+        self.parameters: list[torch.Tensor] = [*genome.parameters(module)]
+        self.theta = torch.empty(1, genome.size, dtype=genome.dtype, device=self.parameters[0].device)
+        self.views = [self.theta[0, slot.start : slot.stop].view(slot.shape) for slot in genome.slots]
+        owners = [
+            (part._buffers, name) for part in module.modules() for name, x in part._buffers.items() if x is not None
+        ]
+        self.buffers = [(owner, name, cast(torch.Tensor, owner[name])) for owner, name in owners]
+        self.used: list[tuple[torch.Tensor, int]] = []  # copies of the buffers, and how often each had been changed
+
+    @torch.no_grad()
+    def write(self, candidates: Candidates, member: int) -> nn.Module:
+        """Return the module with a member's weights, and with buffers as they were at first."""
+        candidates.weights(np.array([member]), 0, self.theta.shape[1], self.theta)
+        torch._foreach_copy_(self.parameters, self.views)
+        used = self.used or [(original, -1) for _, _, original in self.buffers]
+        self.used = []
+        for (owner, name, original), (buffer, version) in zip(self.buffers, used, strict=True):
+            if owner.get(name) is not buffer or buffer._version != version:
+                owner[name] = buffer = original.clone()
+            self.used.append((buffer, buffer._version))
+        return self.module
+
+
+def copy_with_flat_weights(module: nn.Module) -> nn.Module:
     """Return a deep copy whose recurrent layers have their weights in one piece of memory, as cuDNN expects them."""
-    module = copy.deepcopy(module)
+    module = copy_module(module)
     for part in module.modules():
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters()
     return module
+
+
+@contextmanager
+def restored_attributes(module: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all parts of a module afterwards: what its code adds, replaces or puts into a list."""
+    before = [
+        (vars(part), {name: shallow_copy(value) for name, value in vars(part).items()}) for part in module.modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes, saved in before:
+            attributes.clear()
+            attributes.update(saved)
+
+
+def shallow_copy(value: Any) -> Any:
+    """Return a copy of a list or a dict, and any other value itself."""
+    return copy.copy(value) if type(value) in (list, dict) else value
+
+
+class PrivateTensors(TorchFunctionMode):
+    """Gives each member a tensor of its own where code makes a new one, so that the members can write to it."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and expand what it returns if it is a new tensor that all members share."""
+        output = function(*args, **(kwargs or {}))
+        if function not in FACTORIES or type(output) is not torch.Tensor or self.block.single_member is not None:
+            return output
+        functorch = torch._C._functorch
+        if functorch.maybe_current_level() is None or functorch.is_batchedtensor(output):
+            return output
+        size = self.block.size
+        return self.block.call_once(
+            [output], lambda inputs, batched: [inputs[0].expand(size, *inputs[0].shape).clone()]
+        )[0]
+
+
+FACTORIES = {getattr(torch, f"{name}{like}") for name in ("zeros", "ones", "empty", "full") for like in ("", "_like")}
+FACTORIES |= {getattr(torch.Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "full", "tensor")}
+FACTORIES |= {torch.clone, torch.Tensor.clone, torch.arange, torch.tensor, torch.eye, torch.Tensor.repeat}

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, vmap
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from germline.errors import BadInput
 from germline.objective import Batch
 from germline.population.block import Block, Generation, current_block
 from germline.population.buffers import ALIGNMENT
+from germline.population.outputs import combine_outputs, join_output, split_output
 from germline.population.plan import BLOCK_BYTES
 from germline.population.rules.faster import FasterFunctions
 from germline.population.rules.pending import materialize
@@ -237,15 +238,15 @@ class Members:
             self._check(call, outputs[0])
         if count == 1 and len(self) == size:
             return outputs[0]
-        join = lambda *parts: torch.cat(parts)[: len(self)] if isinstance(parts[0], Tensor) else parts[0]  # noqa: E731
-        return tree_map(join, *outputs)
+        return combine_outputs(lambda parts: torch.cat(parts)[: len(self)], outputs)
 
     def _run_block(self, index: int, key: Any, call: Call) -> Any:
         """Return the outputs of one block by the module's code; record it, and compare it with what was recorded."""
         evaluator, block = self.evaluator, self.blocks[index]
         assert evaluator is not None
         if evaluator.plan.one_by_one:
-            return stack_outputs([self._run_member(block, i, call.of_member(i)) for i in range(block.size)])
+            rows = [self._run_member(block, i, call.of_member(i)) for i in range(block.size)]
+            return combine_outputs(torch.stack, rows)
         tape = evaluator.tapes.get(key)
         if tape is not None:
             played, output = self._play(tape, index, call), self._run_vmap(block, call)
@@ -300,18 +301,26 @@ class Members:
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         versions = [x._version for x in buffers.values()]
 
-        def forward(vmap_index: Tensor, weights: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+        template: Any = None
+
+        def forward(vmap_index: Tensor, weights: dict[str, Tensor], args: Any, kwargs: Any) -> list[Tensor]:
+            nonlocal template
             block.vmap_index = vmap_index
             if not weights and not buffers:
-                return materialize(module(*args, **kwargs))
-            return materialize(functional_call(module, weights | buffers, args, kwargs))
+                output = module(*args, **kwargs)
+            else:
+                output = functional_call(module, buffers | weights, args, kwargs)
+            tensors, template = split_output(output)
+            return [materialize(tensor) for tensor in tensors]
 
         slots = enumerate(genome.slots) if is_vmap else ()
         weights = {slot.name: block.weights(index) for index, slot in slots}
+        weights |= evaluator.expand_buffers(block, buffers)
         in_dims = tree_map(lambda x: 0 if call.is_mapped and isinstance(x, Tensor) else None, (call.args, call.kwargs))
         before = [x._version for x in tree_flatten((call.args, call.kwargs))[0] if isinstance(x, Tensor)]
-        with current_block.set(block), FasterFunctions():
-            output = vmap(forward, in_dims=(0, 0, *in_dims))(torch.arange(block.size), weights, call.args, call.kwargs)
+        with current_block.set(block), FasterFunctions(), evaluator.prepare_code(block, module):
+            run = vmap(forward, in_dims=(0, 0, *in_dims), randomness="same")
+            output = join_output(run(torch.arange(block.size), weights, call.args, call.kwargs), template)
         block.vmap_weights.clear()  # they belong to this call of vmap
         if not self._fits:
             block.weights_by_slot.clear()
@@ -340,8 +349,7 @@ class Members:
                 one = call.of_member(i)
                 with plain_evaluator.member_module(self.generation, int(block.members[i])) as (module, _):
                     plain = module(*one.args, **one.kwargs)
-                mine = [x[i] for x in tree_flatten(output)[0] if isinstance(x, Tensor)]
-                theirs = [x for x in tree_flatten(plain)[0] if isinstance(x, Tensor)]
+                mine, theirs = [x[i] for x in split_output(output)[0]], split_output(plain)[0]
                 if len(mine) != len(theirs) or not all(map(are_close, mine, theirs)):
                     raise RuntimeError("sampled members do not have the outputs of the plain model")
         evaluator.checked_generations.add(number)
@@ -355,14 +363,6 @@ def are_close(a: Tensor, b: Tensor) -> bool:
         return bool((a != b).double().mean() <= 0.02)
     scale = float(b.abs().nan_to_num(0.0, 0.0, 0.0).max()) if b.numel() else 0.0
     return bool(torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-6), equal_nan=True))
-
-
-def stack_outputs(rows: list[Any]) -> Any:
-    """Return the outputs of members one by one as outputs with the members first."""
-    leaves, spec = zip(*(tree_flatten(row) for row in rows), strict=True)
-    columns = zip(*leaves, strict=True)
-    stacked = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return tree_unflatten(stacked, spec[0])
 
 
 def catch_first_call(function: Callable[[Any], Any], members: Members) -> Call | None:

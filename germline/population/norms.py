@@ -4,7 +4,6 @@ As in torch, the mode of a norm says which statistics it uses: in evaluation mod
 those of the batch. Germline reads the modes once, when a run begins (``fixed_norms``), and its header keeps them.
 """
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from germline.genome import tracks_statistics
+from germline.genome import copy_module, tracks_statistics
 from germline.objective import Batch, seeded_generators
 
 
@@ -53,7 +52,7 @@ def refresh_statistics(module: nn.Module, batches: Iterator[Batch], fixed: Itera
     """
     if not any(tracks_statistics(part) for part in module.modules()):
         return
-    copied = copy.deepcopy(module).eval()
+    copied = copy_module(module).eval()
     set_fixed_norms(copied, fixed)
     norms: dict[str, _NormBase] = tracking_norms(copied, training=True)
     for part in norms.values():

@@ -38,6 +38,12 @@ class Plan:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; float32 stands for the module's own types
     dropout: bool = False
     slices: int = 1  # parts of a batch whose gradients are computed separately and summed in order
+    renewed: bool = False  # whether each block begins with the module's first state, and the same random numbers
+    private: bool = False  # whether each member has tensors of its own where the module's code makes new ones
+    looped: tuple[str, ...] = ()  # the names of the parts of the module that are run for one member at a time
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "looped", tuple(self.looped))  # a list in JSON
 
     @property
     def one_by_one(self) -> bool:
@@ -125,6 +131,8 @@ def measure_largest_tensor(module: nn.Module, batch: Batch | None) -> int:
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Measures the largest tensor that is computed while it is entered, other than views of weights."""
+
+    supports_higher_order_operators = True  # such as FlexAttention
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

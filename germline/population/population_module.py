@@ -7,15 +7,17 @@ shapes, and may read any parameter anywhere: there is no other copy of a weight 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from germline.genome import Genome
-from germline.population.block import Block, current_block
+from germline.population.block import Block, StandIn, current_block
+from germline.population.outputs import join_output, split_output
 from germline.population.rules import RULES
 from germline.population.rules.dropout import SPATIAL, dropout_forward
 from germline.population.rules.layer import Layer, LayerCall, Rule
@@ -30,34 +32,48 @@ RECURRENT: dict[str, Any] = {
 }
 
 
-def make_population_module(module: nn.Module, genome: Genome) -> nn.Module:
+def make_population_module(module: nn.Module, genome: Genome, looped: Collection[str] = ()) -> nn.Module:
     """Change a module, which should be a copy, into a population module and return it.
 
     Args:
         module: the module to be changed.
         genome: the layout of its trained parameters.
+        looped: the names of the parts that are run for one member at a time.
     """
     numbers = {name: index for index, slot in enumerate(genome.slots) for name in (slot.name, *slot.aliases)}
+    stand_ins: dict[int, StandIn] = {}
     for prefix, part in list(module.named_modules()):
         names = {name: f"{prefix}.{name}".lstrip(".") for name, value in part._parameters.items() if value is not None}
         slots = {name: numbers[full_name] for name, full_name in names.items() if full_name in numbers}
-        if slots:
-            replace_layer(part, slots)
+        rule = find_rule(part) if slots else None
+        if prefix in looped:
+            rule = Rule(run_per_member)
+        if slots or rule is not None:
+            replace_layer(part, slots, rule)
+        for name, index in slots.items():  # tied parameters have one stand-in
+            stand_ins.setdefault(index, StandIn.create(index, cast(Tensor, part._parameters[name])))
+            part._parameters[name] = cast(nn.Parameter, stand_ins[index])
     return module
 
 
-def replace_layer(part: nn.Module, slots: dict[str, int]) -> None:
+def find_rule(part: nn.Module) -> Rule | None:
+    """Return the rule of a layer, if its weights are its parameters.
+
+    Old weight norm and pruning compute a weight from other parameters, and keep it as a tensor of no kind.
+    """
+    is_computed = any(isinstance(value, Tensor) for value in vars(part).values())
+    return None if is_computed else RULES.get(type(part))
+
+
+def replace_layer(part: nn.Module, slots: dict[str, int], rule: Rule | None) -> None:
     """Have a part of a module read its trained parameters from the current block, and compute by its rule."""
     attributes: dict[str, Any] = {name: make_parameter(index) for name, index in slots.items()}
     attributes["trained_slots"] = slots
-    rule = RULES.get(type(part))
     if rule is not None:
         attributes["forward"] = make_forward(rule, Layer(type(part), slots))
     if isinstance(part, nn.RNNBase):
         attributes |= RECURRENT
         del part._flat_weights
-    for name in slots:
-        del part._parameters[name]
     swap_class(part, attributes)
 
 
@@ -118,21 +134,19 @@ class DeferredCall:
 
     def __call__(self, epilogue: Epilogue) -> Any:
         """Return the layer's output for the member that vmap shows."""
-        leaves: list[Any] = []
-        specs: list[TreeSpec] = []
+        templates: list[Any] = []
 
         def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
             try:
-                output, spec = tree_flatten(self.rule.compute(self.make_layer_call(inputs, batched, epilogue)))
+                output = self.rule.compute(self.make_layer_call(inputs, batched, epilogue))
             except Exception as error:
                 rule = f"the rule {self.rule.compute.__name__} of {self.layer.kind.__name__}"
                 raise RuntimeError(f"in {rule}, {type(error).__name__}: {error}") from error
-            leaves.extend(output)
-            specs.append(spec)
-            return [leaf for leaf in output if isinstance(leaf, Tensor)]
+            tensors, template = split_output(output)
+            templates.append(template)
+            return tensors
 
-        tensors = iter(self.block.call_once(self.inputs(), compute))
-        return tree_unflatten([next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], specs[0])
+        return join_output(self.block.call_once(self.inputs(), compute), templates[0])
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors among the arguments."""
@@ -153,6 +167,17 @@ class DeferredCall:
             return self.layer.kind.forward(self.module, *args, **kwargs)
 
         return LayerCall(self.layer, self.module, self.block, inputs, batched, forward_member, epilogue)
+
+
+def run_per_member(call: LayerCall) -> Any:
+    """Run a part of a module for one member after the other; its output may hold more than tensors."""
+    rows: list[list[Tensor]] = []
+    template: Any = None
+    for member in range(call.block.size):
+        with call.block.select(member):
+            tensors, template = split_output(call.forward_member(member))
+        rows.append(tensors)
+    return join_output([torch.stack(tensors) for tensors in zip(*rows, strict=True)], template)
 
 
 def has_linear_producer(x: Pending, consumer: Layer, block: Block) -> bool:

@@ -1,4 +1,4 @@
-"""Functions of torch that have a faster form on a CPU, where a block of members calls them."""
+"""Functions of torch that have a faster form on a CPU, or that vmap refuses, where a block of members calls them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from germline.population.rules.losses import binary_cross_entropy_with_logits, cross_entropy
+from germline.population.rules.pending import materialize
 from germline.population.rules.pooling import max_pool2d
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -16,11 +17,19 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
 }
 
+CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
 
 class FasterFunctions(TorchFunctionMode):
     """Replaces functions of torch by their faster forms while it is entered, in this thread."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, or its faster form if its first argument is a plain tensor."""
+        if kwargs and kwargs.get("memory_format") in CHANNELS_LAST:  # vmap knows no order of dimensions in memory
+            if function is torch.Tensor.is_contiguous:
+                return False
+            kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+        if function is F.group_norm and args:  # which asks for that order, unless its input is in the ordinary one
+            args = (materialize(args[0]).contiguous(), *args[1:])
         is_plain = bool(args) and type(args[0]) is torch.Tensor
         return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **(kwargs or {}))
