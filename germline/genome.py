@@ -252,7 +252,7 @@ def copy_module(module: nn.Module) -> nn.Module:
 
 
 class Uncompiled(nn.Module):
-    """What ``torch.compile`` makes of a module, without the compiler; parameters have the same names."""
+    """Calls the module in it, as what ``torch.compile`` has made of it would, under the same names of parameters."""
 
     _orig_mod: nn.Module
 

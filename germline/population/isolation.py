@@ -31,6 +31,7 @@ from germline.population.block import Block, current_block
 from germline.strategies.candidates import Candidates
 
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
+FLEX_WITHOUT_COMPILER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 generators_lock = threading.Lock()  # there is one set of global generators for all threads
 settings_lock = threading.Lock()
 holders: Counter[str] = Counter()  # threads in exact_arithmetic, by the type of device
@@ -80,19 +81,22 @@ def is_only_thread(device: torch.device) -> bool:
 @contextmanager
 def set_exact(device_type: str) -> Iterator[None]:
     """Set what ``exact_arithmetic`` sets for the whole process."""
-    flags: list[tuple[Any, str]] = []
+    flags: list[tuple[Any, str, bool]] = []
     if torch.cuda.is_available():
-        cudnn = torch.backends.cudnn
-        flags = [(torch.backends.cuda.matmul, "allow_tf32"), (cudnn, "allow_tf32"), (cudnn, "benchmark")]
-    before = [getattr(owner, name) for owner, name in flags]
+        names = [(torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "allow_tf32")]
+        flags = [(owner, name, False) for owner, name in [*names, (torch.backends.cudnn, "benchmark")]]
+    flex_attention = sys.modules.get("torch.nn.attention.flex_attention")  # if the user's code has imported it
+    if hasattr(flex_attention, FLEX_WITHOUT_COMPILER):
+        flags.append((flex_attention, FLEX_WITHOUT_COMPILER, True))
+    before = [getattr(owner, name) for owner, name, _ in flags]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     # Where vmap has no rule for an operation it loops over the members, and warns at every call. The check decides
     # whether the result is right; there is nothing for the user to do.
     enable_warnings: Any = getattr(torch._C._functorch, "_set_vmap_fallback_warning_enabled", lambda enabled: None)
     had_warnings = vmap_warns()
     try:
-        for owner, name in flags:
-            setattr(owner, name, False)
+        for owner, name, value in flags:
+            setattr(owner, name, value)
         torch.backends.mha.set_fastpath_enabled(False)
         enable_warnings(False)
         flash = [SDPBackend.FLASH_ATTENTION] if device_type == "cuda" else []
@@ -101,8 +105,8 @@ def set_exact(device_type: str) -> Iterator[None]:
     finally:
         enable_warnings(had_warnings)
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        for (owner, name), value in zip(flags, before, strict=True):
-            setattr(owner, name, value)
+        for (owner, name, _), original in zip(flags, before, strict=True):
+            setattr(owner, name, original)
 
 
 @contextmanager
@@ -270,7 +274,7 @@ def shallow_copy(value: Any) -> Any:
 
 
 class PrivateTensors(TorchFunctionMode):
-    """Gives each member a tensor of its own where code makes a new one, so that the members can write to it."""
+    """Expands each new tensor that code makes to one for each member, so that members can write to it."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
