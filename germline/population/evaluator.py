@@ -193,7 +193,7 @@ class Evaluator:
 
     @contextmanager
     def prepare_code(self, block: Block, module: nn.Module) -> Iterator[None]:
-        """Prepare what the plan says for the module's code: private tensors, its first state, the same random numbers."""
+        """Prepare what the plan asks for: private tensors, the module's first state, the same random numbers."""
         with ExitStack() as stack:
             if self.plan.private:
                 stack.enter_context(PrivateTensors(block))
