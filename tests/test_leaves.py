@@ -76,6 +76,9 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "self-attention": (lambda: SelfAttention(batch_first=False), ((3, 5, 8),)),
     "self-attention, of one sequence": (lambda: SelfAttention(batch_first=True), ((3, 8),)),
     "self-attention after linear": (lambda: nn.Sequential(nn.Linear(8, 8), SelfAttention(True)), ((5, 3, 8),)),
+    "attention as a function": (lambda: Attention(False), ((3, 5, 8),)),
+    "attention as a function, causal": (lambda: Attention(True), ((5, 8),)),
+    "attention as a function, with a mask": (lambda: Attention(False, True), ((3, 5, 8),)),
     "attention, other widths": (
         lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=5, add_bias_kv=True),
         ((3, 5, 8), (4, 5, 6), (4, 5, 5)),
@@ -100,6 +103,20 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Attention(nn.Module):
+    """Attention of projections, or of inputs that all members share, as users write it."""
+
+    def __init__(self, is_causal: bool, has_mask: bool = False) -> None:
+        super().__init__()
+        self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.is_causal, self.mask = is_causal, torch.eye(5).bool() if has_mask else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(-2, -3) for part in (self.query(x), x, self.value(x)))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, self.mask, 0.0, self.is_causal)
+        return mixed + nn.functional.scaled_dot_product_attention(q[..., :3, :], k, v, scale=0.3)[..., :1, :]
 
 
 def freeze(module: nn.Module, name: str) -> nn.Module:

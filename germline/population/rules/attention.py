@@ -1,4 +1,8 @@
-"""Self-attention of a block of members on a GPU, for many members at once; elsewhere its own code runs under vmap."""
+"""Attention of a block of members.
+
+On a GPU, self-attention is computed for many members at once. On a CPU, ``F.scaled_dot_product_attention`` is torch's
+fused one for the sequences of all members; torch's plain one, for which vmap has a rule, takes twice as long.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from germline.population.block import current_block
 from germline.population.rules.layer import Layer, LayerCall
 from germline.population.rules.linear import linear
 
@@ -46,3 +51,33 @@ def project(call: LayerCall, part: nn.Module, weight: str, bias: str, x: Tensor,
     slots: Any = part.trained_slots
     layer = Layer(nn.Linear, {"weight": slots[weight], "bias": slots[bias]})
     return linear(replace(call, layer=layer, module=part, inputs=[x], batched=[batched]))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **settings: Any,
+) -> Tensor:
+    """Return ``F.scaled_dot_product_attention``, where it is plain by the fused one for all members of a block."""
+    block = current_block.block
+    is_plain = attn_mask is None and not dropout_p and not any(settings.values())
+    if block is None or block.vmap_index is None or block.single_member is not None or not is_plain:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    has_lengths = query.shape[-2] == key.shape[-2] or not is_causal
+    is_alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == value.shape[-1]
+    if not (has_lengths and is_alike and query.device.type == "cpu" and query.dtype == torch.float32):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    members = block.size
+
+    def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
+        of_members = [x if own else x.expand(members, *x.shape) for x, own in zip(inputs, batched, strict=True)]
+        sequences = [x.reshape(-1, 1, *x.shape[-2:]) for x in of_members]  # one head each
+        return [fused(*sequences, 0.0, is_causal)[0].view(of_members[0].shape)]
+
+    (out,) = block.call_once([query, key, value], compute)
+    return out
