@@ -213,7 +213,7 @@ def train(
             if session.journal is not None:
                 session.journal.close()
     model.load_state_dict(session.model().state_dict())
-    model.eval()
+    model.train().eval()  # some modules clear what they have cached when they begin to train
     if summary["stopped_by"] == "interrupt":
         how = f"go on with resume={str(session.path)!r}" if temporary is None else "nothing is on disk (run=False)"
         raise KeyboardInterrupt(f"interrupted; {how}")

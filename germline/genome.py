@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -242,13 +243,22 @@ def copy_module(module: nn.Module) -> nn.Module:
     Tensors that a module has computed and keeps, as old weight norm and pruning do, are copied as they are: torch
     copies no tensor that has a history of gradients.
     """
-    tensors = [x for part in module.modules() for x in vars(part).values() if isinstance(x, Tensor)]
+    tensors = [x for part in module.modules() for value in vars(part).values() for x in iterate_kept_tensors(value)]
     copied = copy.deepcopy(module, {id(x): x.detach().clone() for x in tensors if not x.is_leaf})
     for part in copied.modules():
         if type(part).__name__ == "OptimizedModule":  # of torch.compile, whose import takes a second
             part.__class__ = Uncompiled
             vars(part).pop("forward", None)
     return copied
+
+
+def iterate_kept_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an attribute: itself, or in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from iterate_kept_tensors(item)
 
 
 class Uncompiled(nn.Module):

@@ -355,7 +355,7 @@ class Search:
         if session.given_batch is not None:
             batch = session.given_batch.copy().to(next(self._module.parameters()).device)
             refresh_statistics(self._module, iter([batch]), session.fixed_norms)
-        return self._module.eval()
+        return self._module.train().eval()  # some modules clear what they have cached when they begin to train
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a search needs to go on: plain values and tensors, for ``torch.save``.

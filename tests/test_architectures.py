@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from germline.engine.session import Session
+from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome, copy_module
 from germline.objective import Batch, Objective, seeded_generators
@@ -337,3 +338,49 @@ def test_a_copy_of_a_module_keeps_tied_and_parametrized_weights() -> None:
     assert not any(a is b for a, b in zip(module.parameters(), copied.parameters(), strict=True))
     x = torch.randn(2, 6)
     assert torch.equal(copied.eval()(x), copy.deepcopy(module).eval()(x))
+
+
+class CachesForGood(CachesItsBiases):
+    def train(self, mode: bool = True) -> "CachesForGood":
+        """Switch the mode and clear nothing."""
+        nn.Module.train(self, mode)
+        return self
+
+
+def test_what_a_module_has_computed_from_its_weights_is_cleared_or_refused() -> None:
+    torch.manual_seed(0)
+    module = CachesItsBiases()
+    module.eval()(torch.randn(SIZE, 6))
+    session, batch = make_session(module)
+    result = session.evaluate(0, batch)
+    np.testing.assert_allclose(result.scores, plain_scores(module, session, batch, result.values), rtol=1e-5)
+    other = CachesForGood()
+    other.eval()(torch.randn(SIZE, 6))
+    session, batch = make_session(other)
+    with pytest.raises(BadInput, match="keeps a tensor in cached that it has computed from its weights"):
+        session.evaluate(0, batch)
+
+
+class Encodes(nn.Module):
+    """A transformer whose input has padded positions."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(1, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=nested)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the means of all positions, padded or not."""
+        padded = torch.arange(6).expand(len(x), 6) >= 4
+        h: Tensor = self.encoder(self.first(x[..., None]), src_key_padding_mask=padded)
+        return h.mean(1)[:, :3]
+
+
+def test_a_fast_path_of_torch_that_changes_scores_is_reported() -> None:
+    torch.manual_seed(0)
+    session, batch = make_session(Encodes(nested=True))
+    with pytest.warns(UserWarning, match=r"fast path of nn.TransformerEncoder changes the score of this model"):
+        session.prepare(batch)
+    session, batch = make_session(Encodes(nested=False))
+    session.prepare(batch)  # a warning would be an error

@@ -40,6 +40,7 @@ from germline.population import (
     rank_correlation,
     score_first_members,
     single_threaded_torch,
+    warn_of_fast_path,
 )
 from germline.strategies import AnyStrategy, Candidates, GenerationInputs
 
@@ -124,6 +125,7 @@ class Scorer:
         assert self.module is not None
         if self.objective.population is not None:
             return self.choose_population_plan(population, candidates, copies=copies, processes=processes)
+        warn_of_fast_path(self.module, self.objective, batch, self.device)
         with single_threaded_torch(), exact_arithmetic(self.device):
             module = make_evaluation_copy(self.module).to(self.device)
             size = block_size(population, self.genome, module, batch, copies, processes=processes)

@@ -408,7 +408,7 @@ class Session:
         assert self.scorer.module is not None
         model = copy_module(self.scorer.module)  # what it writes to its buffers must not reach any member
         self.scorer.genome.write(self.state.theta if self.kept_theta is None else self.kept_theta, model)
-        model.to(self.scorer.device).eval()
+        model.to(self.scorer.device).train().eval()  # see ``make_evaluation_copy``
         if self.batches is not None:
             some = (self.batches.batch(g, self.scorer.device) for g in range(STATISTICS_BATCHES))
             refresh_statistics(model, some, self.fixed_norms)

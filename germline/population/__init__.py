@@ -16,6 +16,7 @@ from germline.population.check import (
     rank_correlation,
     score_first_members,
 )
+from germline.population.deployed import warn_of_fast_path
 from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy
 from germline.population.isolation import exact_arithmetic, is_only_thread, keep_memory, single_threaded_torch
 from germline.population.members import Call, Members, catch_first_call

@@ -21,6 +21,7 @@ from germline.errors import BadInput
 from germline.objective import Batch, seeded_generators
 from germline.optim.shaping import goodness
 from germline.population.block import Generation
+from germline.population.deployed import refuse_stale_tensors
 from germline.population.evaluator import Evaluator, refuse_changes, select_member
 from germline.population.flops import count_products
 from germline.population.outputs import map_output
@@ -63,13 +64,14 @@ def choose_plan(
         methods: the methods to try, in order.
 
     Raises:
-        BadInput: the module cannot be evaluated by any plan.
+        BadInput: the module cannot be evaluated by any plan, or keeps a tensor that was computed from its weights.
     """
     slowest = Plan(1, "isolated", vectorized=False, dropout=dropout)
     plain = make(slowest)
     if batch is None or plain.objective.of_model:
         return PlanChoice(replace(slowest, method="loop"))
     trial = Trial.prepare(make, plain, block, candidates, batch)
+    refuse_stale_tensors(plain, plain.generation(trial.candidates, trial.batch), trial.sampled[0])
     reason = None
     for method in methods:
         one_by_one = method in ("loop", "isolated")

@@ -322,7 +322,7 @@ def make_evaluation_copy(module: nn.Module) -> nn.Module:
     Norms in evaluation mode use their running statistics, and norms in training mode those of the batch.
     """
     norms_in_training = tracking_norms(module, training=True)
-    module = copy_module(module).eval()
+    module = copy_module(module).train().eval()  # some modules clear what they have cached when they begin to train
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0
