@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from germline.metrics import accuracy
     from germline.normalization import Normalize
     from germline.optim.schedules import Schedule
+    from germline.population.members import Members
     from germline.recipes.recipe import Recipe, seeded
     from germline.rl.gym import Gym
     from germline.search import Search
@@ -39,6 +40,7 @@ __all__ = [
     "Gym",
     "HybridES",
     "Local",
+    "Members",
     "MuLambda",
     "NoProgress",
     "Normalize",
@@ -63,6 +65,7 @@ _NAMES = {  # the public names by the module that defines them, which is importe
     "germline.metrics": ("accuracy",),
     "germline.normalization": ("Normalize",),
     "germline.optim.schedules": ("Schedule",),
+    "germline.population.members": ("Members",),
     "germline.recipes.recipe": ("Recipe", "seeded"),
     "germline.rl.gym": ("Gym",),
     "germline.search": ("Search",),

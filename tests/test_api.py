@@ -36,6 +36,7 @@ NAMES = [
     "Gym",
     "HybridES",
     "Local",
+    "Members",
     "MuLambda",
     "NoProgress",
     "Normalize",

@@ -1,0 +1,237 @@
+"""Policy steps per second of gl.Gym, and how fast its recipes learn.
+
+    python benchmarks/simulators.py speed      # gl.Gym, a loop by hand with one bmm per step, and EvoTorch's GymNE
+    python benchmarks/simulators.py train cartpole --seeds 5
+    python benchmarks/simulators.py wire       # bytes of a generation of 1,000 chains of mutations
+
+``speed`` runs CartPole with one population on the same environments; the figures are medians of rounds in one run. A
+step is one step of one environment by one member. ``train`` prints the steps and seconds of training at which the
+center first reached a return on held-out episodes, and its return on 100 other held-out episodes at that point.
+"""
+
+import argparse
+import importlib
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import nn
+
+import germline as gl
+from germline.recipes import make_recipe
+
+POPULATION, EPISODES, STEPS = 64, 4, 200
+GOALS = {"cartpole": 475.0, "lunar-lander": 200.0, "swimmer": 128.0, "half-cheetah": 2386.0}
+LIMITS = {"cartpole": 2_000_000, "lunar-lander": 3_000_000, "swimmer": 1_390_000, "half-cheetah": 2_880_000}
+
+
+def keep_up(members: int) -> nn.Module:
+    """Return a policy that balances the pole for long, so that all loops run the same number of steps."""
+    policy = nn.Linear(4, 2)
+    with torch.no_grad():
+        policy.weight.copy_(torch.tensor([[-0.1, -0.3, -2.0, -1.5], [0.1, 0.3, 2.0, 1.5]]))
+        policy.bias.zero_()
+    return policy
+
+
+def time_germline(hidden: int) -> Callable[[], float]:
+    """Return a function that plays a generation by gl.Gym and returns its steps per second."""
+    objective = gl.Gym("CartPole-v1", episodes=EPISODES, max_steps=STEPS, dev_episodes=0, test_episodes=0)
+    strategy = gl.OpenAIES(population=POPULATION, sigma=0.02, lr=1e-6)
+    search = gl.Search(make_policy(hidden), strategy, objective=objective)
+
+    def run() -> float:
+        before, started = search._session.samples, time.perf_counter()
+        search.step()
+        return (search._session.samples - before) / (time.perf_counter() - started)
+
+    return run
+
+
+def make_policy(hidden: int) -> nn.Module:
+    """Return the policy of all loops: linear, or with one hidden layer."""
+    policy = keep_up(POPULATION)
+    return policy if not hidden else gl.seeded(0, lambda: widen(policy, hidden))
+
+
+def widen(policy: nn.Module, hidden: int) -> nn.Module:
+    """Return a policy with a hidden layer of small weights next to nothing else, which does the same."""
+    first, last = nn.Linear(4, hidden), nn.Linear(hidden, 2)
+    with torch.no_grad():
+        first.weight.mul_(0.01)
+        first.weight[:4] = 0.1 * torch.eye(4)
+        last.weight[:, :4] = 10 * policy.weight  # type: ignore[operator]
+        last.weight[:, 4:].mul_(0.01)
+        first.bias.zero_()
+        last.bias.zero_()
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def time_by_hand(hidden: int) -> Callable[[], float]:
+    """Return a function that plays as many episodes by one vectorized environment and one product per layer."""
+    environment = gymnasium.make_vec("CartPole-v1", POPULATION * EPISODES, vectorization_mode="vector_entry_point")
+    policy = make_policy(hidden)
+    layers = [part for part in policy.modules() if isinstance(part, nn.Linear)]
+    weights = [
+        (layer.weight.detach().T.expand(POPULATION, -1, -1), layer.bias.detach().expand(POPULATION, 1, -1))
+        for layer in layers
+    ]
+    generator = torch.Generator().manual_seed(0)
+
+    def run() -> float:
+        noisy = [tuple(x + 0.02 * torch.randn(x.shape, generator=generator) for x in pair) for pair in weights]
+        started, total = time.perf_counter(), 0
+        observations, _ = environment.reset(seed=0)
+        active, returns = np.ones(POPULATION * EPISODES, bool), np.zeros(POPULATION * EPISODES)
+        with torch.no_grad():
+            for _ in range(STEPS):
+                x = torch.from_numpy(observations).view(POPULATION, EPISODES, 4)
+                for i, (weight, bias) in enumerate(noisy):
+                    x = torch.baddbmm(bias, x.tanh() if i else x, weight)
+                actions = x.view(-1, 2).numpy().argmax(1)
+                observations, rewards, terminated, truncated, _ = environment.step(actions)
+                returns += np.where(active, rewards, 0)
+                total += int(active.sum())
+                active &= ~(terminated | truncated)
+                if not active.any():
+                    break
+        return total / (time.perf_counter() - started)
+
+    return run
+
+
+def time_evotorch(hidden: int, vectorized: bool) -> Callable[[], float]:
+    """Return a function that evaluates a generation by EvoTorch and returns its steps per second."""
+    problems = importlib.import_module("evotorch.neuroevolution")
+    settings: dict[str, Any] = {"num_episodes": EPISODES, "observation_normalization": False, "seed": 0}
+    policy = make_policy(hidden)
+    if vectorized:
+        settings["env"] = lambda num_envs, **kwargs: gymnasium.make_vec(
+            "CartPole-v1", num_envs, max_episode_steps=STEPS
+        )
+    else:
+        settings["env"] = lambda **kwargs: gymnasium.make("CartPole-v1", max_episode_steps=STEPS)
+    problem: Any = (problems.VecGymNE if vectorized else problems.GymNE)(network=policy, **settings)
+    center = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
+    generator = torch.Generator().manual_seed(0)
+
+    def run() -> float:
+        batch = problem.generate_batch(POPULATION)
+        batch.set_values(center + 0.02 * torch.randn(POPULATION, center.numel(), generator=generator))
+        started = time.perf_counter()
+        problem.evaluate(batch)
+        seconds = time.perf_counter() - started
+        return float(batch.evals.sum()) * EPISODES / seconds  # every step has the reward 1
+
+    return run
+
+
+def measure_speed(rounds: int) -> None:
+    torch.set_num_threads(1)
+    for hidden in (0, 32):
+        kinds: dict[str, Callable[[], float]] = {"gl.Gym": time_germline(hidden), "by hand": time_by_hand(hidden)}
+        for name, vectorized in (("EvoTorch GymNE", False), ("EvoTorch VecGymNE", True)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    kinds[name] = time_evotorch(hidden, vectorized)
+                    kinds[name]()
+                except Exception as error:
+                    kinds.pop(name, None)
+                    print(f"{name} does not run here: {type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        speeds: dict[str, list[float]] = {name: [] for name in kinds}
+        for name in ("gl.Gym", "by hand"):
+            for _ in range(3):
+                kinds[name]()
+        for _ in range(rounds):
+            for name, run in kinds.items():
+                if "EvoTorch" not in name or len(speeds[name]) < 3:
+                    speeds[name].append(run())
+        ours = statistics.median(speeds["gl.Gym"])
+        print(f"CartPole, population {POPULATION} x {EPISODES} episodes, hidden {hidden}:")
+        for name, values in speeds.items():
+            median = statistics.median(values)
+            print(f"  {name:18s} {median:12,.0f} steps/s   gl.Gym is {ours / median:.2f} times as fast")
+
+
+def train_recipe(name: str, seeds: int, first: int) -> None:
+    results = []
+    for seed in range(first, first + seeds):
+        recipe = make_recipe(name, {}, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            result = gl.train(
+                recipe.model,
+                objective=recipe.objective,
+                strategy=recipe.strategy,
+                evaluate_every=recipe.evaluate_every,
+                target=("dev_return", GOALS[name] * (1.05 if name != "cartpole" else 1.0)),
+                interactions=LIMITS[name],
+                seed=seed,
+                run=f"{folder}/run",
+                progress=False,
+            )
+        summary = result.summary
+        test, steps, seconds = (
+            summary["metrics"]["test_return"],
+            summary["samples"],
+            result.history[-1]["total_seconds"],
+        )
+        results.append((test, steps, seconds))
+        print(
+            f"{name}, seed {seed}: return {test:.1f} on 100 held-out episodes after {steps:,} steps, {seconds:.1f} s",
+            flush=True,
+        )
+    test, steps, seconds = (statistics.median(column) for column in zip(*results, strict=True))
+    print(f"{name}, medians of {seeds}: return {test:.1f} (goal {GOALS[name]:g}), {steps:,.0f} steps, {seconds:.1f} s")
+
+
+def measure_wire(generations: int) -> None:
+    """Print the bytes that an elastic fleet sends and receives in a generation of 1,000 chains."""
+    fleet = gl.Elastic(workers=2, recipe="cartpole")
+    recipe = make_recipe("cartpole", {"episodes": "1", "hidden": "64"}, 0)
+    try:
+        objective = gl.Gym("CartPole-v1", max_steps=100, dev_episodes=1, test_episodes=1, block=250)
+        result = gl.train(
+            recipe.model,
+            objective=objective,
+            strategy=gl.DeepGA(population=1000, parents=20, sigma=0.1),
+            generations=generations,
+            fleet=fleet,
+            run=False,
+            progress=False,
+        )
+    finally:
+        with suppress(Exception):
+            fleet.close(ended=True)
+    summary = result.summary
+    sent, received = (summary[f"bytes_{way}"] / generations for way in ("sent", "received"))
+    print(
+        f"deep-ga, 1,000 members, 2 workers, a generation: {sent / 1000:.1f} kB sent, {received / 1000:.1f} kB received"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "train", "wire"))
+    parser.add_argument("recipe", nargs="?", choices=tuple(GOALS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if options.what == "speed":
+        measure_speed(options.rounds)
+    elif options.what == "wire":
+        measure_wire(10)
+    else:
+        train_recipe(options.recipe or "cartpole", options.seeds, options.first_seed)
+
+
+if __name__ == "__main__":
+    main()
