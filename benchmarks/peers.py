@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -302,6 +304,29 @@ def available(work: Work) -> list[str]:
 
 def peer(name: str, work: Work) -> Generation:
     return LIBRARIES[name.removesuffix(TUNED)](work, name.endswith(TUNED))
+
+
+def serve_steps(connection: Connection, name: str, work: Work) -> None:
+    """Run a generation of a peer whenever one is asked for, and say when it is done."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    step = peer(name, work)
+    while connection.recv():
+        step()
+        connection.send(True)
+
+
+def start_peer(name: str, work: Work) -> Generation:
+    """Return a peer that runs in a separate process: Germline forks, which JAX's threads do not allow."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=serve_steps, args=(there, name, work), daemon=True).start()
+    there.close()
+
+    def generation() -> object:
+        here.send(True)
+        return here.recv()
+
+    return generation
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 import population_cuda
-from peers import TUNED, Work, available, batch, build, criterion, peer
+from peers import TUNED, Work, available, batch, build, criterion, start_peer
 
 from germline.engine.session import Session
 from germline.fleet import Local
@@ -148,7 +148,7 @@ def measure(name: str, row: Row, repeats: int, with_peers: bool) -> dict[str, fl
         steps |= {f"dense, {dtype}": prepare_generation(work, None, dtype)}
         steps |= {f"rank 1, {dtype}": prepare_generation(work, 1, dtype)}
     peers = available(work) if with_peers else []
-    steps |= {name: peer(name, work) for name in peers}
+    steps |= {name: start_peer(name, work) for name in peers}
     times = measure_best(steps, repeats)
     pure = min(seconds for key, seconds in times.items() if key.startswith("inference, float32"))
     print(f"\n{name}: {work.kind}, population {work.population}, batch {work.batch}")
