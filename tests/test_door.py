@@ -1,18 +1,34 @@
 """The door of a cluster: one coordinator for a run, strangers that connect, and keys."""
 
+import json
+import os
+import socket
+import stat
 import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+import germline as gl
+from germline.cli.status import is_own_name
+from germline.errors import BadInput
+from germline.fleet.cluster import keys
+from germline.fleet.cluster.backend import make_printable
+from germline.fleet.cluster.keys import add_machine, create_authority, revoke_machine
 from germline.fleet.spmd.launch import free_port
-from tests.test_cluster import GERMLINE, LONG, RUN
+from tests.test_cluster import GENERATIONS, GERMLINE, LONG, RUN, make_digits, train
 from tests.test_cluster_processes import ProcessFleet, start_fleet  # noqa: F401
 from tests.test_first_hour_trainer import run_in_terminal
 
 pytestmark = pytest.mark.slow
 
+FLOOD = 2000  # connections that say nothing
 SERVE = """
 import subprocess, sys
 from germline.cli import main
@@ -41,3 +57,117 @@ def test_a_run_has_one_coordinator_at_a_time(start_fleet: Callable[..., ProcessF
     assert "Another coordinator serves the run" in second.stderr
     assert "Traceback" not in second.stderr
     assert fleet.coordinator.poll() is None
+
+
+def test_a_flood_of_connections_does_not_end_a_run(tmp_path: Path) -> None:
+    """Thousands of strangers connect to the port, show no certificate and stay; two workers train to the end."""
+    expected = train(make_digits(), gl.Local("cpu"), tmp_path / "local", GENERATIONS)
+    create_authority(tmp_path / "keys")
+    machine, port = add_machine(tmp_path / "keys", "honest"), free_port()
+    run = [*GERMLINE, "serve", *RUN, "--listen", f"127.0.0.1:{port}", "--status", "127.0.0.1:0", "--name", "run"]
+    run += ["--runs", str(tmp_path), "--keys", str(tmp_path / "keys")]
+    work = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", "digits", "--device", "cpu", "--keys", str(machine)]
+    log = tmp_path / "log.txt"
+    with ExitStack() as stack, log.open("w") as errors:
+        coordinator = stack.enter_context(subprocess.Popen(run, stdout=subprocess.PIPE, stderr=errors, text=True))
+        stack.callback(coordinator.kill)
+        until = time.monotonic() + 120
+        while "waiting for workers" not in log.read_text():
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        for _ in range(FLOOD):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+        for _ in range(2):
+            worker = stack.enter_context(subprocess.Popen([*work, "--workers", "1"], stderr=subprocess.DEVNULL))
+            stack.callback(worker.kill)
+        summary = json.loads(coordinator.communicate(timeout=300)[0].splitlines()[-1])
+    assert summary["theta_sha256"] == expected
+    assert "Traceback" not in log.read_text()
+    assert len([line for line in log.read_text().splitlines() if "turned away so far" in line]) <= 3
+
+
+def test_a_machine_whose_key_is_revoked_is_turned_away_without_a_restart(tmp_path: Path) -> None:
+    create_authority(tmp_path / "keys")
+    names, port = ("good", "bad"), free_port()
+    machines = {name: add_machine(tmp_path / "keys", name) for name in names}
+    run = [*GERMLINE, "serve", *RUN, "--listen", f"127.0.0.1:{port}", "--status", "127.0.0.1:0", "--name", "run"]
+    run += ["--runs", str(tmp_path), "--keys", str(tmp_path / "keys"), "--generations", "1000000"]
+    log = tmp_path / "log.txt"
+
+    def wait_for(text: str) -> None:
+        until = time.monotonic() + 120
+        while text not in log.read_text():
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+
+    with ExitStack() as stack, log.open("w") as errors:
+        coordinator = stack.enter_context(subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=errors))
+        stack.callback(coordinator.kill)
+        for name in names:
+            work = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", "digits", "--device", "cpu", "--name", name]
+            command = [*work, "--keys", str(machines[name]), "--workers", "1"]
+            stack.callback(stack.enter_context(subprocess.Popen(command, stderr=subprocess.DEVNULL)).kill)
+            wait_for(f"worker {name} has joined")
+        revoke_machine(tmp_path / "keys", "bad")
+        wait_for("worker bad has left")
+        time.sleep(3 * keys_look())
+        assert log.read_text().count("worker bad has joined") == 1
+        assert "worker good has left" not in log.read_text()
+
+
+def keys_look() -> float:
+    """Return the seconds between two looks at the list of revoked names."""
+    from germline.fleet.cluster.scheduler_process import LOOK
+
+    return LOOK
+
+
+def test_keys_are_private_whatever_the_umask_is_and_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        create_authority(tmp_path / "keys")
+        monkeypatch.setattr(keys, "MACHINE_DAYS", -1)
+        machine = add_machine(tmp_path / "keys", "late")
+    finally:
+        os.umask(before)
+    for place in (tmp_path / "keys", machine, *machine.iterdir()):
+        assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
+    with pytest.raises(BadInput, match="has expired on"):
+        gl.Dask("127.0.0.1:1", keys=machine)
+    with pytest.raises(BadInput, match="has no machine 'nobody'"):
+        revoke_machine(tmp_path / "keys", "nobody")
+
+
+def test_a_file_in_the_working_directory_is_not_run_by_workers(tmp_path: Path) -> None:
+    (tmp_path / "http.py").write_text("raise SystemExit('this file must not be imported')")
+    script = str(Path(sys.executable).parent / "germline")
+    command = [script, "train", "digits", "--population", "16", "--generations", "2", "--device", "cpu", "--json"]
+    command += ["--fleet", "elastic", "--workers", "1", "--runs", "runs"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "must not be imported" not in done.stderr
+
+
+def test_the_status_page_answers_to_its_own_names_and_few_connections(
+    start_fleet: Callable[..., ProcessFleet],  # noqa: F811
+) -> None:
+    fleet = start_fleet(LONG)
+    fleet.wait_for_line("waiting for workers")
+    address = f"http://127.0.0.1:{fleet.status}/status.json"
+    foreign = urllib.request.Request(address, headers={"Host": f"evil.example:{fleet.status}"})
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(foreign, timeout=10)
+    assert caught.value.code == 421
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(socket.create_connection(("127.0.0.1", fleet.status), timeout=10))
+        time.sleep(0.5)
+        threads = int(Path(f"/proc/{fleet.coordinator.pid}/status").read_text().split("Threads:")[1].split()[0])
+        assert threads < 150
+    assert json.loads(urllib.request.urlopen(address, timeout=30).read())["generation"] == 0
+    assert is_own_name("[::1]:8787", "127.0.0.1")
+    assert not is_own_name("127.0.0.1.evil.example", "127.0.0.1")
+
+
+def test_text_of_workers_cannot_change_a_terminal() -> None:
+    assert make_printable("a\x1b]0;title\x07\n\u202eb\u00e9") == "a?]0;title???b\u00e9"

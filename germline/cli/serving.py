@@ -121,5 +121,17 @@ def add(
     print(add_machine(folder, name))
 
 
+def revoke(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder of the authority")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="name of the machine")],
+) -> None:
+    """Turn a machine away from now on; coordinators that are running notice within seconds."""
+    from germline.fleet.cluster.keys import revoke_machine
+
+    revoke_machine(folder, name)
+    print(f"{name} is revoked; coordinators with the keys in {folder} turn it away")
+
+
 command(init, group=keys_app)
 command(add, group=keys_app)
+command(revoke, group=keys_app)

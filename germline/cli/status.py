@@ -1,9 +1,11 @@
 """The status page of a coordinator: one page that loads nothing from other sites, and the same content as JSON."""
 
+import ipaddress
 import json
 import math
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from typing import Any
@@ -20,6 +22,8 @@ from germline.fleet.cluster.backend import parse_address
 from germline.fleet.cluster.crew import RemoteWorker
 
 POINTS = 500  # of a curve
+CONNECTIONS = 32  # at a time
+PATIENCE = 10.0  # seconds for a request
 SILENCE = 8.0  # seconds after which a worker that owes an answer is called silent
 PAGE = resources.files("germline.cli").joinpath("status.html").read_text(encoding="utf-8")
 
@@ -97,7 +101,12 @@ class Status:
         status = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = PATIENCE
+
             def do_GET(self) -> None:
+                if not is_own_name(self.headers.get("Host", ""), host):
+                    self.send_error(421, "This page is not served under that name")
+                    return
                 pages = {"/": ("text/html; charset=utf-8", PAGE), "/status.json": ("application/json", None)}
                 if self.path not in pages:
                     self.send_error(404)
@@ -115,11 +124,10 @@ class Status:
                 pass
 
         try:
-            self.server = ThreadingHTTPServer((host, port), Handler)
+            self.server = LimitedServer((host, port), Handler)
         except OSError as error:
             message = f"The status page cannot be served at {address}: {error}. Choose another address with --status."
             raise BadInput(message) from error
-        self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, name="germline-status", daemon=True).start()
         return f"http://{host}:{self.server.server_address[1]}/"
 
@@ -128,6 +136,46 @@ class Status:
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
+
+
+class LimitedServer(ThreadingHTTPServer):
+    """A server that has few connections at a time, and closes others."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.free = threading.BoundedSemaphore(CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the other side has closed its connection, or was too slow."""
+
+
+def is_own_name(name: str, host: str) -> bool:
+    """Return whether a request's Host header may be that of this page: an address, or a name that it is served under.
+
+    A page of another site, whose name its owner makes point to this machine, is not answered.
+
+    >>> is_own_name("127.0.0.1:8787", "127.0.0.1"), is_own_name("evil.example:8787", "127.0.0.1")
+    (True, False)
+    """
+    name = name.rpartition(":")[0] if name.rpartition(":")[2].isdigit() else name
+    with suppress(ValueError):
+        ipaddress.ip_address(name.strip("[]"))
+        return True
+    return name in ("localhost", host)
 
 
 def describe_workers(fleet: Cluster) -> list[dict[str, Any]]:

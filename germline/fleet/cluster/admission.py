@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from germline import noise
-from germline.fleet.cluster.backend import Head, Message
+from germline.fleet.cluster.backend import Head, Message, make_printable
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.cluster.worker import describe_machine
 from germline.fleet.gradients import Scores
@@ -136,7 +136,7 @@ class Admission:
 
     def refuse(self, worker: RemoteWorker, reason: str) -> None:
         """Turn a worker away for good, and say why on both sides."""
-        reason = reason.rstrip(".")
+        reason = make_printable(reason.rstrip("."))
         self.crew.send(worker, Message({"op": "refused", "reason": reason}))
         self.forget(worker)
         self.refusals = [*self.refusals[-REFUSALS:], f"{worker.name}: {reason}"]
@@ -151,7 +151,8 @@ class Admission:
 def check_about(head: Head) -> Head:
     """Return what a worker says about itself, or raise an error if it cannot do the same work."""
     texts = [head.get(name) for name in ("name", "device", "machine")]
-    if not all(isinstance(text, str) and len(text) < 200 for text in texts) or "has_recipe" not in head:
+    is_text = all(isinstance(text, str) and len(text) < 200 and text.isprintable() for text in texts)
+    if not is_text or "has_recipe" not in head:
         raise WrongAnswerError("it does not speak as workers do")
     for what, version in (("germline", __version__), ("noise", noise.VERSION)):
         if head.get(what) != version:

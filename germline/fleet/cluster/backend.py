@@ -69,6 +69,15 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(number)
 
 
+def make_printable(text: str) -> str:
+    """Return text in which nothing can change a terminal; it may come from another machine.
+
+    >>> make_printable("worker " + chr(27) + "[2J1")
+    'worker ?[2J1'
+    """
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def print_status(text: str) -> None:
     """Print a line about a cluster to standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(make_printable(text), file=sys.stderr, flush=True)

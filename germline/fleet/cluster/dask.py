@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from germline.errors import BadInput
 from germline.fleet.cluster.backend import Backend, Event, Message, count_bytes, parse_address
-from germline.fleet.cluster.keys import security_options
+from germline.fleet.cluster.keys import check_dates, security_options
 from germline.fleet.cluster.scheduler_process import SchedulerProcess
 from germline.fleet.cluster.worker import Responder
 
@@ -57,8 +57,9 @@ def load_dask() -> Any:
 def make_security(keys: Path | None) -> Any:
     """Return how connections are secured by a folder of keys; without keys they are not."""
     options = security_options(keys)
-    if options is None:
+    if keys is None or options is None:
         return None
+    check_dates(keys)
     security = load_dask().Security(**options, tls_min_version=ssl.TLSVersion.TLSv1_3)
     try:
         security.get_connection_args("client")

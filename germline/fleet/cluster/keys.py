@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from germline.errors import BadInput
+from germline.fleet.cluster.scheduler_process import REVOKED
 
-YEARS = 10
+AUTHORITY_DAYS, MACHINE_DAYS = 730, 180  # for which certificates are valid
 FILES = ("ca.pem", "cert.pem", "key.pem")
 
 
@@ -20,10 +21,10 @@ def create_authority(folder: Path) -> None:
     x509 = load_cryptography()[0]
     if (folder / "ca.key").exists():
         raise BadInput(f"{folder} has an authority already: add machines with 'germline keys add {folder} NAME'.")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
     extensions = [(x509.BasicConstraints(ca=True, path_length=0), True), (usage, True)]
-    create_certificate(folder / "ca.pem", folder / "ca.key", "germline fleet", extensions)
+    create_certificate(folder / "ca.pem", folder / "ca.key", "germline fleet", extensions, days=AUTHORITY_DAYS)
     issue(folder, folder, "coordinator", server=True)
 
 
@@ -36,10 +37,26 @@ def add_machine(folder: Path, name: str) -> Path:
     machine = folder / name
     if machine.exists():
         raise BadInput(f"{machine} exists already: give the machine another name, or delete it first.")
-    machine.mkdir()
+    make_private(machine)
     write_new(machine / "ca.pem", (folder / "ca.pem").read_bytes())
     issue(folder, machine, name)
     return machine
+
+
+def revoke_machine(folder: Path, name: str) -> None:
+    """Add a machine to the list of those that are not let in any more, which running coordinators read."""
+    if not (folder / "ca.key").is_file():
+        raise BadInput(f"{folder} has no authority, and so no list of revoked names: give the folder of 'keys init'.")
+    if not (folder / name / "cert.pem").is_file():
+        raise BadInput(f"{folder} has no machine {name!r}: the names are those that were given to 'germline keys add'.")
+    with (folder / REVOKED).open("a") as file:
+        file.write(f"{name}\n")
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder that only its owner can read, whatever the process's umask is."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
 
 
 def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> None:
@@ -48,7 +65,7 @@ def issue(authority: Path, folder: Path, name: str, *, server: bool = False) -> 
     usages = x509.oid.ExtendedKeyUsageOID
     allowed = [usages.CLIENT_AUTH, *([usages.SERVER_AUTH] if server else [])]
     extensions = [(x509.BasicConstraints(ca=False, path_length=None), True), (x509.ExtendedKeyUsage(allowed), False)]
-    create_certificate(folder / "cert.pem", folder / "key.pem", name, extensions, authority)
+    create_certificate(folder / "cert.pem", folder / "key.pem", name, extensions, authority, days=MACHINE_DAYS)
 
 
 def security_options(folder: Path | None) -> dict[str, Any] | None:
@@ -65,6 +82,19 @@ def security_options(folder: Path | None) -> dict[str, Any] | None:
     return {"tls_ca_file": files["ca"], "require_encryption": True, **options}
 
 
+def check_dates(folder: Path) -> None:
+    """Raise an error if a certificate of a folder is not valid any more."""
+    x509 = load_cryptography()[0]
+    for name in ("ca.pem", "cert.pem"):
+        try:
+            ends = x509.load_pem_x509_certificate((folder / name).read_bytes()).not_valid_after_utc
+        except ValueError:  # no certificate: this is found out when it is used
+            continue
+        if ends < datetime.datetime.now(datetime.UTC):
+            again = "'germline keys init'" if name == "ca.pem" else "'germline keys add'"
+            raise BadInput(f"The certificate {folder / name} has expired on {ends:%Y-%m-%d}: make keys with {again}.")
+
+
 def check_server(folder: Path) -> None:
     """Raise an error if the certificate of a folder is one of a worker, to which workers would not connect."""
     x509 = load_cryptography()[0]
@@ -77,9 +107,9 @@ def check_server(folder: Path) -> None:
         raise BadInput(f"{folder} has the key of a worker: a coordinator needs the folder of 'germline keys init'.")
 
 
-def write_new(path: Path, content: bytes, *, secret: bool = False) -> None:
-    """Write a new file; a secret one can be read by its owner alone, from the start."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+def write_new(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner can read, from the start."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 
 
@@ -95,7 +125,13 @@ def load_cryptography() -> tuple[Any, Any, Any, Any]:
 
 
 def create_certificate(
-    file: Path, key_file: Path, name: str, extensions: list[tuple[Any, bool]], authority: Path | None = None
+    file: Path,
+    key_file: Path,
+    name: str,
+    extensions: list[tuple[Any, bool]],
+    authority: Path | None = None,
+    *,
+    days: int,
 ) -> None:
     """Write a new key and its certificate, signed by an authority, or self-signed.
 
@@ -105,6 +141,7 @@ def create_certificate(
         name: The name of the machine, or of a new authority.
         extensions: Extensions of the certificate, each with whether it is critical.
         authority: The folder of the authority that signs it; a new authority signs for itself.
+        days: For how long the certificate is valid.
     """
     x509, hashes, serialization, ec = load_cryptography()
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
@@ -117,10 +154,10 @@ def create_certificate(
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer)
     builder = builder.public_key(key.public_key()).serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(now - datetime.timedelta(days=1))  # clocks differ
-    builder = builder.not_valid_after(now + datetime.timedelta(days=365 * YEARS))
+    builder = builder.not_valid_after(now + datetime.timedelta(days=days))
     own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
     issuing = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     for extension, is_critical in [*extensions, (own, False), (issuing, False)]:
         builder = builder.add_extension(extension, critical=is_critical)
     write_new(file, builder.sign(signer, hashes.SHA256()).public_bytes(pem))
-    write_new(key_file, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain), secret=True)
+    write_new(key_file, key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))

@@ -43,7 +43,8 @@ class LocalWorkers:
         self.environment = {**os.environ, ONCE: "1"}
         self.environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // max(1, count))))
         words = [str(word) for option in options.items() if option[1] is not None for word in option]
-        self.command = [sys.executable, "-m", "germline", "worker", address.partition("://")[2], *words]
+        # -P: a file in the working directory must not be imported in place of a module
+        self.command = [sys.executable, "-P", "-m", "germline", "worker", address.partition("://")[2], *words]
         self.processes = [self._start_process() for _ in range(count)]
 
     def _start_process(self) -> "subprocess.Popen[bytes]":

@@ -10,7 +10,10 @@ import json
 import logging
 import os
 import sys
+import time
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
@@ -21,7 +24,12 @@ SETTINGS = {
     "distributed.admin.low-level-log-length": 100,  # of the latest messages and events, which it keeps
     "distributed.comm.tls.min-version": 1.3,
 }
+REVOKED = "revoked.txt"  # the names of machines whose keys are revoked, in the folder of the authority
 LOCAL = "127.0.0.1:0"  # where Dask's own HTTP pages are served
+STRANGERS = 256  # connections that have not shown a certificate yet; one more makes the oldest one go
+PATIENCE = 10.0  # seconds for a connection to show a certificate and begin to speak
+LOOK = 2.0  # seconds between looks at the list of revoked names
+QUIET = 60.0  # seconds between lines about connections that were turned away
 
 
 class SchedulerProcess:
@@ -35,7 +43,8 @@ class SchedulerProcess:
     """
 
     def __init__(self, host: str, port: int, security: dict[str, Any] | None = None, timeout: float = 15.0) -> None:
-        self.options = {"host": host, "port": port, "security": security, "timeout": timeout}
+        revoked = str(Path(security["tls_ca_file"]).with_name(REVOKED)) if security is not None else None
+        self.options = {"host": host, "port": port, "security": security, "timeout": timeout, "revoked": revoked}
         self.address = self._start()
         self.options["port"] = int(self.address.rpartition(":")[2])
 
@@ -66,14 +75,81 @@ class SchedulerProcess:
         self.process.communicate()
 
 
+class Door:
+    """The door of a scheduler: strangers wait in it, few and not for long, and those whose key is revoked stay out.
+
+    Args:
+        revoked: The file with the names of machines whose keys are revoked, one in a line; it need not exist.
+    """
+
+    def __init__(self, revoked: str | None) -> None:
+        self.revoked, self.waiting = revoked, dict[Any, asyncio.TimerHandle]()  # streams, in the order of arrival
+        self.turned_away, self.last_line = 0, -QUIET
+
+    def guard(self, scheduler: Any) -> None:
+        """Have all connections to a scheduler pass through this door."""
+        for listener in scheduler.listeners:
+            listener.tcp_server.handle_stream = partial(self._receive, listener.tcp_server.handle_stream)
+        handle = scheduler.handle_comm
+
+        async def let_in(comm: Any) -> None:
+            self._forget(comm.stream)
+            if self.is_revoked(comm):
+                self.turn_away(comm.stream)
+            else:
+                await handle(comm)
+
+        for listener in scheduler.listeners:
+            listener.comm_handler = let_in
+
+    async def _receive(self, handle: Any, stream: Any, address: Any) -> None:
+        if len(self.waiting) >= STRANGERS:
+            self.turn_away(next(iter(self.waiting)))
+        self.waiting[stream] = asyncio.get_running_loop().call_later(PATIENCE, self.turn_away, stream)
+        try:
+            await handle(stream, address)
+        finally:
+            if stream in self.waiting:  # it was never let in
+                self.turn_away(stream)
+
+    def _forget(self, stream: Any) -> None:
+        if (timer := self.waiting.pop(stream, None)) is not None:
+            timer.cancel()
+
+    def turn_away(self, stream: Any) -> None:
+        """Close a connection; say so in one line for many."""
+        self._forget(stream)
+        stream.close()
+        self.turned_away += 1
+        if time.monotonic() - self.last_line > QUIET:
+            self.last_line = time.monotonic()
+            text = "connections without a valid certificate that were turned away so far"
+            print(f"{text}: {self.turned_away}", file=sys.stderr, flush=True)
+
+    def is_revoked(self, comm: Any) -> bool:
+        """Return whether the name in the certificate of a connection is on the list of revoked names."""
+        subject = (comm.extra_info.get("peercert") or {}).get("subject", ())
+        names = [value for part in subject for key, value in part if key == "commonName"]
+        try:
+            return bool(set(names) & set(Path(self.revoked or "").read_text().split()))
+        except OSError:
+            return False
+
+    async def keep_out_revoked(self, scheduler: Any) -> None:
+        """Close connections of machines whose keys have been revoked since they came."""
+        while True:
+            await asyncio.sleep(LOOK)
+            for comm in [comm for comm in list(scheduler._comms) if self.is_revoked(comm)]:
+                self.turn_away(comm.stream)
+
+
 async def run_scheduler(options: dict[str, Any]) -> None:
     """Run a scheduler until standard input ends."""
     import dask
     from distributed import Scheduler
     from distributed.security import Security
 
-    logging.getLogger("distributed").setLevel(logging.CRITICAL + 1)
-    logging.getLogger("distributed.comm").setLevel(logging.WARNING)
+    logging.getLogger("distributed").setLevel(logging.CRITICAL + 1)  # the door says what there is to say
     logging.getLogger("tornado").setLevel(logging.CRITICAL + 1)  # tracebacks about clients that are no workers
     dask.config.set(SETTINGS | {"distributed.scheduler.worker-ttl": f"{options['timeout']} s"})
     security = None if options["security"] is None else Security(**options["security"])  # type: ignore[no-untyped-call]
@@ -84,10 +160,13 @@ async def run_scheduler(options: dict[str, Any]) -> None:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error {error.__cause__ or error}", flush=True)
         return
+    door = Door(options["revoked"])
+    door.guard(scheduler)
     print(f"address {scheduler.address}", flush=True)
-    loop = asyncio.get_running_loop()
+    looking, loop = asyncio.ensure_future(door.keep_out_revoked(scheduler)), asyncio.get_running_loop()
     while await loop.run_in_executor(None, os.read, 0, 1):
         pass
+    looking.cancel()
     os._exit(0)  # whatever is connected
 
 
