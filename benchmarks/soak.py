@@ -186,7 +186,7 @@ def main() -> None:
             soak.wait_for_recovery(time.monotonic(), 0)  # the start is not measured
             ends = time.monotonic() + 60 * arguments.minutes
             while soak.coordinator.poll() is None:
-                soak.wait(time.monotonic() + arguments.every)
+                soak.wait(min(time.monotonic() + arguments.every, ends))
                 if time.monotonic() > ends or soak.coordinator.poll() is not None:
                     break
                 fault = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
