@@ -104,6 +104,19 @@ def test_a_liar_of_the_last_generations_is_found_out_at_the_end(
     expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "AUDIT_EVERY", 1e9)  # by chance it would not be audited in this run
+    monkeypatch.setattr(scoring, "CHECK_EVERY", 1000)  # nor this way
+    with open_cluster() as cluster:
+        cluster.add_before_training(lambda fleet: Liar(fleet, lie_always), Follower)
+        assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected
+    assert [worker.is_refused for worker in cluster.workers] == [True, False]
+
+
+def test_a_liar_does_not_make_a_run_doubt_its_plan(
+    expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In generation 101 sampled members are scored by plain copies of the module: a wrong score is the worker's."""
+    monkeypatch.setattr(jobs, "AUDIT_EVERY", 1e9)
+    monkeypatch.setattr(scoring, "SAMPLED", 32)
     with open_cluster() as cluster:
         cluster.add_before_training(lambda fleet: Liar(fleet, lie_always), Follower)
         assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected

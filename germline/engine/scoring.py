@@ -229,6 +229,7 @@ class Scorer:
             if batch is not None and generation % CHECK_EVERY == 1:
                 checked = batch
                 if not fleet.group.all(fleet.group.all_or_none(lambda: self.confirm(candidates, checked, scores))):
+                    fleet.confirm_scores()  # a worker may be wrong, and not the plan
                     if plan.dtype == "bfloat16":
                         slower = PlanChoice(replace(plan, dtype="float32"), "bfloat16 no longer ranks members rightly")
                     else:
