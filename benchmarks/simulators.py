@@ -2,6 +2,7 @@
 
     python benchmarks/simulators.py speed      # gl.Gym, a loop by hand with one bmm per step, and EvoTorch's GymNE
     python benchmarks/simulators.py train cartpole --seeds 5
+    python benchmarks/simulators.py peers      # EvoTorch's PGPE and the recipe cartpole on the same number of steps
     python benchmarks/simulators.py wire       # bytes of a generation of 1,000 chains of mutations
 
 ``speed`` runs CartPole with one population on the same environments; the figures are medians of rounds in one run. A
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -25,7 +27,9 @@ import torch
 from torch import nn
 
 import germline as gl
+from germline.engine.journal import Journal
 from germline.recipes import make_recipe
+from germline.simulators import SingleMember
 
 POPULATION, EPISODES, STEPS = 64, 4, 200
 GOALS = {"cartpole": 475.0, "lunar-lander": 200.0, "swimmer": 128.0, "half-cheetah": 2386.0}
@@ -110,7 +114,7 @@ def time_by_hand(hidden: int) -> Callable[[], float]:
 def time_evotorch(hidden: int, vectorized: bool) -> Callable[[], float]:
     """Return a function that evaluates a generation by EvoTorch and returns its steps per second."""
     problems = importlib.import_module("evotorch.neuroevolution")
-    settings: dict[str, Any] = {"num_episodes": EPISODES, "observation_normalization": False, "seed": 0}
+    settings: dict[str, Any] = {"num_episodes": EPISODES, "observation_normalization": False}
     policy = make_policy(hidden)
     if vectorized:
         settings["env"] = lambda num_envs, **kwargs: gymnasium.make_vec(
@@ -164,13 +168,13 @@ def measure_speed(rounds: int) -> None:
 def train_recipe(name: str, seeds: int, first: int) -> None:
     results = []
     for seed in range(first, first + seeds):
-        recipe = make_recipe(name, {}, seed)
+        made = make_recipe(name, {}, seed)
         with tempfile.TemporaryDirectory() as folder:
             result = gl.train(
-                recipe.model,
-                objective=recipe.objective,
-                strategy=recipe.strategy,
-                evaluate_every=recipe.evaluate_every,
+                made.model,
+                objective=made.objective,
+                strategy=made.strategy,
+                evaluate_every=made.evaluate_every,
                 target=("dev_return", GOALS[name] * (1.05 if name != "cartpole" else 1.0)),
                 interactions=LIMITS[name],
                 seed=seed,
@@ -192,34 +196,85 @@ def train_recipe(name: str, seeds: int, first: int) -> None:
     print(f"{name}, medians of {seeds}: return {test:.1f} (goal {GOALS[name]:g}), {steps:,.0f} steps, {seconds:.1f} s")
 
 
-def measure_wire(generations: int) -> None:
-    """Print the bytes that an elastic fleet sends and receives in a generation of 1,000 chains."""
-    fleet = gl.Elastic(workers=2, recipe="cartpole")
-    recipe = make_recipe("cartpole", {"episodes": "1", "hidden": "64"}, 0)
-    try:
-        objective = gl.Gym("CartPole-v1", max_steps=100, dev_episodes=1, test_episodes=1, block=250)
+def compare_evotorch(steps: int, seeds: int) -> None:
+    """Print the returns of a linear policy after as many steps by EvoTorch's PGPE and by the recipe cartpole.
+
+    The settings of PGPE are those of EvoTorch's examples for environments of Gymnasium.
+    """
+    problems, algorithms = (importlib.import_module(f"evotorch.{name}") for name in ("neuroevolution", "algorithms"))
+    rows = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        started = time.perf_counter()
+        problem: Any = problems.GymNE(
+            "CartPole-v1", "Linear(obs_length, act_length)", num_episodes=2, observation_normalization=False
+        )
+        searcher: Any = algorithms.PGPE(
+            problem,
+            popsize=64,
+            center_learning_rate=0.3,
+            stdev_learning_rate=0.1,
+            optimizer="clipup",
+            optimizer_config={"max_speed": 0.6},
+            radius_init=1.5,
+        )
+        while problem.total_interaction_count < steps:
+            searcher.step()
+        seconds, policy = time.perf_counter() - started, problem.to_policy(searcher.status["center"])
+        theirs = gl.Gym("CartPole-v1").measure(SingleMember(policy), "test", seed)["return"]
+        made = make_recipe("cartpole", {}, seed)
         result = gl.train(
-            recipe.model,
-            objective=objective,
-            strategy=gl.DeepGA(population=1000, parents=20, sigma=0.1),
-            generations=generations,
-            fleet=fleet,
+            made.model,
+            objective=made.objective,
+            strategy=made.strategy,
+            interactions=steps,
+            evaluate_every=1000,
+            seed=seed,
             run=False,
             progress=False,
         )
-    finally:
-        with suppress(Exception):
-            fleet.close(ended=True)
-    summary = result.summary
-    sent, received = (summary[f"bytes_{way}"] / generations for way in ("sent", "received"))
-    print(
-        f"deep-ga, 1,000 members, 2 workers, a generation: {sent / 1000:.1f} kB sent, {received / 1000:.1f} kB received"
+        rows.append((theirs, seconds, result.summary["metrics"]["test_return"], result.history[-1]["total_seconds"]))
+    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+    print(f"CartPole, {steps:,} steps, medians of {seeds} seeds, on 100 held-out episodes:")
+    print(f"  EvoTorch PGPE     return {medians[0]:6.1f} in {medians[1]:6.1f} s")
+    print(f"  germline cartpole return {medians[2]:6.1f} in {medians[3]:6.1f} s")
+
+
+def recipe(*, seed: int = 0) -> gl.Recipe:
+    """Return the recipe of ``measure_wire``, which its workers load from this file."""
+    return gl.Recipe(
+        model=gl.seeded(seed, lambda: nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))),
+        objective=gl.Gym("CartPole-v1", max_steps=100, dev_episodes=1, test_episodes=1, block=250),
+        strategy=gl.DeepGA(population=1000, parents=20, sigma=0.1),
     )
+
+
+def measure_wire(generations: int) -> None:
+    """Print the bytes that an elastic fleet sends and receives in a generation of 1,000 chains."""
+    fleet, parts = gl.Elastic(workers=2, recipe=str(Path(__file__).resolve())), recipe()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            gl.train(
+                parts.model,
+                objective=parts.objective,
+                strategy=parts.strategy,
+                generations=generations,
+                fleet=fleet,
+                run=f"{folder}/run",
+                progress=False,
+            )
+        finally:
+            with suppress(Exception):
+                fleet.close(ended=True)
+        traffic = [record.info["bytes"] for record in Journal.open(Path(folder, "run")).records()]
+    sent, received = (statistics.median(column) / 1000 for column in zip(*traffic, strict=True))
+    print(f"deep-ga, 1,000 members, 2 workers, median of {generations} generations: ", end="")
+    print(f"{sent:.1f} kB sent, {received:.1f} kB received; {sum(map(sum, traffic)) / 1e6:.2f} MB in all, with joining")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("speed", "train", "wire"))
+    parser.add_argument("what", choices=("speed", "train", "wire", "peers"))
     parser.add_argument("recipe", nargs="?", choices=tuple(GOALS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -227,6 +282,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "speed":
         measure_speed(options.rounds)
+    elif options.what == "peers":
+        compare_evotorch(200_000, options.seeds)
     elif options.what == "wire":
         measure_wire(10)
     else:

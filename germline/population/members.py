@@ -86,7 +86,7 @@ def describe_value(value: Any, tensors: list[Tensor]) -> Any:
     """
     if isinstance(value, Tensor):
         tensors.append(value)
-        return value.shape, value.dtype, value.device
+        return value.shape, value.dtype, value.is_cpu
     if isinstance(value, tuple | list):
         return type(value), *[describe_value(item, tensors) for item in value]
     if isinstance(value, dict):
@@ -179,6 +179,8 @@ class Members:
             if known is not None:
                 tape, constants, computed = known
                 tensors = [align(x) for x in tensors]
+                if self.quick_settings is nullcontext and not torch.is_grad_enabled():
+                    return tape.play(constants, computed, tensors)
                 with torch.no_grad(), self.quick_settings():
                     return tape.play(constants, computed, tensors)
         read_args, read_kwargs = self._read(args, kwargs)

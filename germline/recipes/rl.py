@@ -5,13 +5,17 @@ reinforcement learning", 2018; the strategy is that of Salimans et al., "Evoluti
 to Reinforcement Learning", 2017: mirrored pairs, centered ranks, Adam.
 """
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from germline.normalization import Normalize
 from germline.recipes.recipe import Recipe, seeded
 from germline.rl.gym import Gym
 from germline.strategies import OpenAIES
+
+STEP_PRICE = 0.2  # of a lander
 
 
 def build_policy(observations: int, actions: int, hidden: int = 0, *, normalized: bool = True) -> nn.Sequential:
@@ -36,12 +40,17 @@ def cartpole(*, seed: int = 0, hidden: int = 0, episodes: int = 2) -> Recipe:
     )
 
 
-def lunar_lander(*, seed: int = 0, hidden: int = 0, episodes: int = 1) -> Recipe:
+def pay_for_time(reward: NDArray[np.float64], *_: object) -> NDArray[np.float64]:
+    """Return a reward less the price of a step: a lander that hovers is worse than one that lands."""
+    return reward - STEP_PRICE
+
+
+def lunar_lander(*, seed: int = 0, hidden: int = 0, episodes: int = 2) -> Recipe:
     """Land on the moon (LunarLander-v3): a return of 200 is a landing."""
     return Recipe(
         model=seeded(seed, lambda: build_policy(8, 4, hidden)),
-        objective=Gym("LunarLander-v3", episodes=episodes),
-        strategy=OpenAIES(population=64, sigma=0.2, lr=0.05),
+        objective=Gym("LunarLander-v3", episodes=episodes, max_steps=500, reward=pay_for_time),
+        strategy=OpenAIES(population=64, sigma=0.4, lr=0.1),
         generations=100,
         evaluate_every=5,
     )

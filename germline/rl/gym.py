@@ -146,10 +146,11 @@ class Gym(PopulationObjective):
         sums, active, state = np.zeros((count, 2 * observed)), np.ones(count * episodes, bool), None
         with self._pool.take(count * episodes) as environments, torch.no_grad():
             observations = environments.reset(np.tile(seeds, count))
+            x = torch.empty(count, episodes, *observations.shape[1:])  # at an aligned address, used again at every step
             limit = self.max_steps if noise is not None else None
             for step in range(limit or NO_LIMIT):
                 rows = np.asarray(observations, np.float32)
-                x = torch.from_numpy(rows.reshape(count, episodes, *rows.shape[1:]))
+                x.copy_(torch.from_numpy(rows).view(x.shape))
                 if observed:
                     seen = (rows.astype(np.float64) * active[:, None]).reshape(count, episodes, -1)
                     sums[:, :observed] += seen.sum(1)
@@ -157,14 +158,15 @@ class Gym(PopulationObjective):
                 output = members.map(x) if state is None else members.map(x, state)
                 if isinstance(output, tuple):
                     output, state = output
+                    x = torch.empty_like(x)  # the state may refer to the old one
                 actions = self.act(output, environments.space, noise, step)
                 before = observations.copy() if noise is not None and self.reward is not None else observations
                 observations, rewards, ended = environments.step(actions, active)
                 if noise is not None and self.reward is not None:
                     rewards = np.asarray(self.reward(rewards, before, actions, ended), np.float64)
-                returns += np.where(active, rewards, 0.0)
+                returns += rewards * active
                 steps += active
-                active &= ~ended
+                np.greater(active, ended, out=active)
                 if not active.any():
                     break
         return returns.reshape(count, episodes), steps.reshape(count, episodes), sums
