@@ -102,6 +102,7 @@ def train(
     fleet: Fleet | None = None,
     dtype: DType = "auto",
     dropout: bool = False,
+    trainable: str | Sequence[str] | None = None,
     run: str | Path | Literal[False] | None = None,
     resume: str | Path | None = None,
     evaluate_every: int = 10,
@@ -136,6 +137,8 @@ def train(
         fleet: Who evaluates the members; ``gl.Local()`` if not given.
         dtype: The type of the members' arithmetic: ``"auto"``, ``"float32"`` or ``"bfloat16"``.
         dropout: Whether members are scored with their dropout layers active.
+        trainable: The parameters to train, by patterns of their names, such as ``["*.lora_*", "head"]``: sets
+            ``requires_grad`` of all parameters. Give it again to resume.
         run: The directory to create; one under ``runs`` if not given. With False, nothing is left on disk.
         resume: The directory of a run to go on with.
         evaluate_every: Generations between scores of ``dev`` and ``test``.
@@ -184,6 +187,7 @@ def train(
         dropout=dropout,
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
+        trainable=trainable,
     )
     with (
         torch.inference_mode(False),  # tensors of inference mode do not tell when they are changed

@@ -9,8 +9,9 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -184,6 +185,35 @@ class Genome:
             raise BadInput(f"The module does not fit this genome: expected {counts}.")
         named = dict(module.named_parameters(remove_duplicate=False))
         return [named[slot.name] for slot in self.slots]
+
+
+def set_trainable(module: nn.Module, patterns: str | Sequence[str]) -> None:
+    """Set ``requires_grad`` of all parameters: True for those whose names match a pattern, False for all others.
+
+    Args:
+        module: the module, whose parameters are changed.
+        patterns: names of parameters, or of parts of the module, with the wildcards ``*``, ``?`` and ``[...]``.
+
+    Raises:
+        BadInput: if a pattern matches no parameter, or one that is not a floating-point tensor.
+
+    >>> net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    >>> set_trainable(net, ["0.bias", "1"])
+    >>> [name for name, parameter in net.named_parameters() if parameter.requires_grad]
+    ['0.bias', '1.weight', '1.bias']
+    """
+    named, chosen = dict(module.named_parameters(remove_duplicate=False)), set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        names = [name for name in named if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+        if not names:
+            first = f", such as {next(iter(named))}" if named else ""
+            raise BadInput(f"trainable= names {pattern!r}, but no parameter of the module has such a name{first}.")
+        chosen |= {id(named[name]) for name in names}  # a tied parameter has several names
+        for name in names:
+            if not named[name].dtype.is_floating_point:
+                raise BadInput(f"trainable= names {name}, which is {named[name].dtype} and cannot be trained.")
+    for parameter in named.values():
+        parameter.requires_grad_(id(parameter) in chosen)
 
 
 def refuse_script_modules(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from germline.errors import BadInput
 from germline.fleet.executor import run_on_threads
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
-from germline.genome import refuse_inference_tensors, theta_sha256
+from germline.genome import refuse_inference_tensors, set_trainable, theta_sha256
 from germline.objective import Batch, Objective, build_objective, iterate_tensors, seeded_generators, tensor_bytes
 from germline.population import (
     Call,
@@ -100,6 +100,8 @@ class Search:
         fleet: Who evaluates the members; ``gl.Local()`` if not given.
         dtype: The type of the members' arithmetic: ``"auto"``, ``"float32"`` or ``"bfloat16"``.
         dropout: Whether members are scored with their dropout layers active.
+        trainable: The parameters to train, by patterns of their names, such as ``["*.lora_*", "head"]``: sets
+            ``requires_grad`` of all parameters. Give it again to resume.
         run: The directory of a journal to create: then every generation is on disk when ``step`` or ``tell`` returns.
         resume: The directory of a search to go on with.
 
@@ -136,10 +138,13 @@ class Search:
         fleet: Fleet | None = None,
         dtype: DType = "auto",
         dropout: bool = False,
+        trainable: str | Sequence[str] | None = None,
         run: str | Path | None = None,
         resume: str | Path | None = None,
     ) -> None:
         refuse_inference_tensors(model)
+        if trainable is not None:
+            set_trainable(model, trainable)
         if loss is None and score is None and objective is None:
             goal = Objective(refuse_step, bool(maximize), of_model=True)
         else:

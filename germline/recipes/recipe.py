@@ -1,6 +1,6 @@
 """A recipe: everything that a run needs to know, in one value."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from germline.arguments import check_fields
 from germline.errors import BadInput
+from germline.genome import set_trainable
 from germline.metrics import Metrics
 from germline.objective import Data, Objective, build_objective
 from germline.population import DType
@@ -46,6 +47,8 @@ class Recipe:
         evaluate_every: Generations between two measurements of dev and test.
         snapshot_every: Generations between two snapshots of the state.
         baseline_loss: A loss with a gradient, which backprop minimizes instead of a score that has none.
+        trainable: The parameters to train, by patterns of their names, such as ``["*.lora_*", "head"]``; all others
+            are frozen. If it is not given, the parameters with ``requires_grad`` are trained.
 
     >>> x = torch.randn(100, 4)
     >>> recipe = Recipe(model=nn.Linear(4, 1), data=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss)
@@ -72,6 +75,7 @@ class Recipe:
     evaluate_every: int = 10
     snapshot_every: int = 100
     baseline_loss: Callable[..., Any] | None = None
+    trainable: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -79,6 +83,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} must be at least 1, not {value}.")
+        if self.trainable is not None:
+            set_trainable(self.model, self.trainable)
 
     def splits(self) -> dict[str, Data]:
         """Return the data sets that are given, by the names train, dev and test."""
