@@ -287,15 +287,18 @@ def test_an_error_leaves_the_settings_of_batch_norm_as_they_were() -> None:
 
 
 def test_the_block_size_is_a_function_of_the_problem() -> None:
-    def size(population: int, module: nn.Module, *shape: int) -> int:
-        return block_size(
-            population, Genome.from_module(module), module, Batch.from_raw((torch.zeros(shape), torch.zeros(1)))
-        )
+    def size(population: int, module: nn.Module, *shape: int, low_rank: bool = True) -> int:
+        batch = Batch.from_raw((torch.zeros(shape), torch.zeros(1)))
+        return block_size(population, Genome.from_module(module), module, batch, low_rank=low_rank)
 
     small, large = nn.Linear(9, 9), nn.Linear(5000, 2000)
-    assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [64, 10, 34, 34]  # in equal parts, of whole pairs
+    assert [size(p, small, 4, 9) for p in (256, 10, 66, 33)] == [32, 10, 34, 34]  # in equal parts, of whole pairs
     assert size(256, large, 4, 5000) == 2  # its weights are 40 MB
     assert size(256, nn.Conv2d(1, 8, 3), 4, 1, 128, 128) == 16  # its output is 2 MB
+    # 64 members make 16 blocks if each computes much: 240 million operations, unless its input's product is shared
+    assert size(64, nn.Linear(784, 300), 512, 784, low_rank=False) == 4
+    assert size(64, nn.Linear(784, 300), 512, 784) == 32
+    assert size(64, nn.Sequential(nn.Linear(784, 300), nn.Linear(300, 300)), 2048, 784) == 4
 
 
 PEAK = """

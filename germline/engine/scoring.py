@@ -128,7 +128,8 @@ class Scorer:
         warn_of_fast_path(self.module, self.objective, batch, self.device)
         with single_threaded_torch(), exact_arithmetic(self.device):
             module = make_evaluation_copy(self.module).to(self.device)
-            size = block_size(population, self.genome, module, batch, copies, processes=processes)
+            low_rank = candidates.shared and bool(candidates.field.matrices)
+            size = block_size(population, self.genome, module, batch, copies, processes=processes, low_rank=low_rank)
             del module  # a plan is chosen by further copies
             choice = choose_plan(self.build_evaluator, size, candidates, batch, dropout=self.dropout)
             choice = choose_dtype(self.build_evaluator, choice, self.dtype, candidates, batch)

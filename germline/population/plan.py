@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from germline.genome import Genome
@@ -27,6 +27,16 @@ LARGEST_BLOCK = 64
 LARGEST_GPU_BLOCK = 4096
 GPU_MEMORY_PARTS = 8  # a block may fill one of this many equal parts of a GPU's memory
 LIVE_TENSORS = 2  # of the largest size at the same time: an input and an output
+
+# A CPU gets enough blocks for many cores, if the Python code of more blocks makes a generation little slower on few.
+# Work is measured in elements of tensors that a member computes, of roughly a nanosecond each.
+MANY_CORES = 16
+FEW_MEMBERS = 32  # of a block, down to which there is one for each of many cores at any cost
+TOLERATED = 0.12  # the part of a generation's processor time by which more blocks may prolong it
+BLOCK_OVERHEAD, OPERATION_OVERHEAD = 1_100_000, 250_000  # elements: of a block, and of each of its operations
+ELEMENTS_PER_FLOP = 0.0085
+ELEMENTS_PER_PARAMETER = 2  # with dense noise
+FUSED = ("aten::relu", "aten::max_pool2d")
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ def block_size(
     copies: int = 1,
     processes: int = 1,
     largest: int = LARGEST_BLOCK,
+    low_rank: bool | None = None,
 ) -> int:
     """Return how many members are evaluated together.
 
@@ -95,16 +106,31 @@ def block_size(
         copies: how many arrays of the size of a member's weights exist while they are generated.
         processes: the processes of the fleet; there is at least one block for each.
         largest: the most members of a block on a CPU.
+        low_rank: whether the noise is of low rank; if None, the blocks are as large as they may be.
 
     Returns:
         An even number of members.
     """
-    member_bytes = 4 * (copies * genome.size + LIVE_TENSORS * measure_largest_tensor(module, batch))
+    forward = measure_forward(module, batch)
+    member_bytes = 4 * (copies * genome.size + LIVE_TENSORS * forward.largest)
     device = next(module.parameters()).device
     most, memory = largest, BLOCK_BYTES
     if device.type == "cuda":
         most, memory = LARGEST_GPU_BLOCK, device_memory(device) // GPU_MEMORY_PARTS
-    return even_block(population, max(2, min(most, memory // member_bytes)), processes)
+    largest = max(2, min(most, memory // member_bytes))
+    if device.type == "cpu" and low_rank is not None and batch is not None:
+        processes = max(processes, count_blocks(population, largest, genome, forward, low_rank))
+    return even_block(population, largest, processes)
+
+
+def count_blocks(population: int, largest: int, genome: Genome, forward: "Forward", low_rank: bool) -> int:
+    """Return how many blocks many cores should share: a power of two, fewer where members are cheap."""
+    work = forward.elements + ELEMENTS_PER_FLOP * (forward.inner_flops if low_rank else forward.flops)
+    work += 0 if low_rank else ELEMENTS_PER_PARAMETER * genome.size
+    overhead = BLOCK_OVERHEAD + OPERATION_OVERHEAD * forward.operations
+    fewest = max(-(-population // largest), min(MANY_CORES, population // FEW_MEMBERS))
+    affordable = fewest + TOLERATED * (fewest + population * work / overhead)
+    return min(MANY_CORES, 1 << (int(affordable).bit_length() - 1), population // 2)
 
 
 def even_block(population: int, largest: int, processes: int) -> int:
@@ -120,24 +146,35 @@ def even_block(population: int, largest: int, processes: int) -> int:
 
 
 @torch.no_grad()
-def measure_largest_tensor(module: nn.Module, batch: Batch | None) -> int:
-    """Return the number of elements of the largest tensor that the module computes from a batch."""
-    if batch is None:
-        return 0
-    batch = batch.copy()
-    # an operator such as FlexAttention runs in no mode; then what is computed before it counts
-    with seeded_generators(0), LargestTensor(module) as watch, suppress(NotImplementedError):
-        module(*batch.args, **batch.kwargs)
-    return int(watch.elements)
+def measure_forward(module: nn.Module, batch: Batch | None) -> "Forward":
+    """Return what the module computes from a batch."""
+    batch = batch.copy() if batch is not None else None
+    watch = Forward(module, batch)
+    if batch is not None:
+        # an operator such as FlexAttention runs in no mode; then what is computed before it counts
+        with seeded_generators(0), watch, suppress(NotImplementedError):
+            module(*batch.args, **batch.kwargs)
+    return watch
 
 
-class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Measures the largest tensor that is computed while it is entered, other than views of weights."""
+class Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measures what is computed while it is entered, other than views of weights.
 
-    def __init__(self, module: nn.Module) -> None:
+    Attributes:
+        largest: The elements of the largest tensor.
+        elements: The elements of all tensors that are neither views nor computed in the pass of another operation.
+        operations: The number of operations that compute tensors.
+        flops: Of products with weights.
+        inner_flops: The part of them that is not a product of the batch.
+    """
+
+    def __init__(self, module: nn.Module, batch: Batch | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-        self.elements = 0
+        self.weights = {storage_of(parameter) for parameter in module.parameters()}
+        inputs = iterate_tensors([batch.args, batch.kwargs]) if batch is not None else iter(())
+        self.inputs = {storage_of(tensor) for tensor in inputs}
+        self.largest = self.elements = self.operations = 0
+        self.flops = self.inner_flops = 0.0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -146,7 +183,32 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function of torch and look at the tensors that it returns."""
         output = function(*args, **(kwargs or {}))
-        for tensor in iterate_tensors(output):
-            if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() not in self.weights:
-                self.elements = max(self.elements, tensor.numel())
+        given = list(iterate_tensors([args, kwargs or {}]))
+        known = {storage_of(tensor) for tensor in given}
+        outputs = [
+            x for x in iterate_tensors(output) if x.layout == torch.strided and storage_of(x) not in self.weights
+        ]
+        self.largest = max([self.largest, *(x.numel() for x in outputs)])
+        computed = [x for x in outputs if storage_of(x) not in known]
+        if computed:
+            name = function._schema.name
+            self.operations += 1
+            self.elements += sum(x.numel() for x in computed) if not name.startswith(FUSED) else 0
+            self.count_flops(name, given, computed[0])
         return output
+
+    def count_flops(self, name: str, given: list[Tensor], output: Tensor) -> None:
+        """Count a product with weights: each of its elements is multiplied once for each row or position."""
+        matrices = [x for x in given if x.dim() > 1 and storage_of(x) in self.weights]
+        if not matrices or "embedding" in name or not output.dim():
+            return
+        channels = output.shape[1 if "conv" in name and output.dim() > 1 else -1]
+        flops = 2.0 * sum(x.numel() for x in matrices) * output.numel() / max(channels, 1)
+        self.flops += flops
+        if not any(storage_of(x) in self.inputs for x in given):
+            self.inner_flops += flops
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's memory."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
