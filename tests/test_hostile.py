@@ -20,6 +20,7 @@ from germline.cli.app import app
 from germline.engine.journal import Journal
 from germline.engine.opening import open_for_replay
 from germline.engine.replay import replay, verify
+from germline.fleet.cluster.messages import decode_gradient
 from germline.machine import product_mode
 
 RECIPE = """
@@ -223,6 +224,7 @@ def test_a_header_without_a_key_gets_a_sentence(original: Path, tmp_path: Path) 
 
 RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "fewer scores": lambda r: r.update(scores=r["scores"][:12]),
+    "no scores": lambda r: r.update(scores=b""),
     "half a score": lambda r: r.update(scores=r["scores"][:-1]),
     "no values": lambda r: r.update(schedule_values="{}"),
     "values that are texts": lambda r: r.update(schedule_values='{"sigma": "x", "lr": []}'),
@@ -313,6 +315,21 @@ def test_a_report_escapes_what_a_stranger_wrote(run: Path) -> None:
     forge(run, lambda header: header.update(command=mark, recipe=mark, machine=mark))
     assert call("report", "run")[0] == 0
     assert mark not in (run / "report.html").read_text()
+
+
+def test_a_report_of_an_unknown_plan_gets_a_sentence(run: Path) -> None:
+    for plan in ({"block": 1, "method": "magic"}, {"block": 1}, {"block": 1, "method": []}):
+        forge(run, lambda header, plan=plan: header.update(plan=plan))  # type: ignore[misc]
+        code, error = call("report", "run")
+        assert (code, "header of run cannot be used" in error) == (2, True)
+
+
+def test_a_gradient_of_another_length_is_refused() -> None:
+    like = torch.zeros(40)
+    assert torch.equal(decode_gradient(bytes(160), "float32", like), like)
+    for length in (156, 164, 4):
+        with pytest.raises(RuntimeError):
+            decode_gradient(bytes(length), "float32", like)
 
 
 def test_every_forged_run_that_is_right_still_replays(run: Path, original: Path) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import random
 import shutil
 import sqlite3
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -350,3 +351,21 @@ def test_scores_are_recorded_exactly(tmp_path: Path) -> None:
     (record,) = Journal.open(tmp_path / "run").records()
     assert record.result.scores.tobytes() == scores.tobytes()
     assert record.result.values == {"sigma": 0.1, "lr": 1e-300}
+
+
+def test_the_memory_of_a_replay_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    """All scores of this run are 5 MB, and were once in memory together."""
+    session = start(tmp_path / "run", make_recipe(strategy=OpenAIES(population=4096), batch_size=1))
+    journal = session.require_journal()
+    scores = np.random.default_rng(0).random(4096, np.float32)
+    for generation in range(300):
+        result = GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02})
+        journal.append(Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": [0, 0]}))
+    journal.commit()
+    replayed = open_for_replay(tmp_path / "run")
+    tracemalloc.start()
+    replay.replay(replayed)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert replayed.generation == 300
+    assert peak < 2_500_000
