@@ -68,3 +68,11 @@ def test_shards_are_shaped_without_each_other() -> None:
     assert shaped is not None
     assert shaped.tolist() == [1, -1, 0, 0, -1, 1]
     assert shape_by_shard(np.full(4, NAN), 2, shape) is None
+
+
+def test_zscores_are_those_of_the_finite_scores() -> None:
+    """By hand: mean 2 and standard deviation 1 of (1, 3); what is not finite is the worst."""
+    for worst in (NAN, INF, -INF):
+        scores = np.array([1.0, worst, 3.0], np.float32)
+        assert (zscores(scores, maximize=True) / ONE).tolist() == [-1.0, -CLIP / ONE, 1.0]
+        assert (zscores(scores, maximize=False) / ONE).tolist() == [1.0, -CLIP / ONE, -1.0]

@@ -215,3 +215,28 @@ def test_a_swarm_by_hand() -> None:
 
 def test_the_leaders_of_a_ring() -> None:
     assert pso.find_leaders(np.array([5, 1, 2, 9, 0], np.float32)).tolist() == [0, 0, 3, 3, 3]
+
+
+def test_a_step_from_the_sums_of_all_shards_is_the_whole_update() -> None:
+    genome, scores = Genome.from_module(torch.nn.Linear(3, 2)), np.linspace(1, 0, 8, dtype=np.float32)
+    for strategy in (OpenAIES(population=8, shards=2), SNES(population=8, shards=2)):
+        bound: Any = strategy.bind(genome)
+        field, state = bound.field(1, genome), bound.init(torch.linspace(-1, 1, genome.size))
+        result = GenerationResult(4, scores, bound.values(state, 4))
+        weights = bound.weights(scores, maximize=False)
+        halves = [bound.sums(field.members(range(k, k + 4), 4), weights[k : k + 4], (0, genome.size)) for k in (0, 4)]
+        stepped = bound.step(state, halves[0] + halves[1], result, field)
+        assert torch.equal(stepped.theta, bound.tell(state, result, field, maximize=False).theta)
+
+
+def test_utilities_are_those_of_a_shard() -> None:
+    assert SNES(population=8, shards=2, utilities=(3, 1, 0, -4)).utilities == (3, 1, 0, -4)
+    with pytest.raises(BadInput, match="each of the 4 members"):
+        SNES(population=8, shards=2, utilities=(1, 1, 1, 1, 0, 0, -2, -2))
+
+
+def test_bounds_of_settings_belong_to_them() -> None:
+    assert GA(alpha=0.0).alpha == 0.0
+    assert OpenAIES(lr=0.0, weight_decay=0.0).lr == 0.0
+    assert SNES(lr=0.0, lr_sigma=0.0).lr_sigma == 0.0
+    assert GA(population=8, parents=8, elites=8, mutation=1.0, contestants=1).elites == 8
