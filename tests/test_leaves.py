@@ -207,6 +207,13 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
         ),
         ((5, 2, 17, 20),),
     ),
+    "conv2d of few positions": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(6, 20, 3, padding=1), nn.ReLU(), nn.Conv2d(20, 9, 3, stride=2), nn.ReLU()),
+            *(nn.Conv2d(9, 12, 3, padding=1, bias=False), nn.MaxPool2d(2)),
+        ),
+        ((3, 6, 5, 6),),
+    ),
 }
 
 

@@ -25,6 +25,8 @@ def convolution(call: LayerCall) -> torch.Tensor:
         matrix = call.block.matrix(call.layer.slots["weight"])
         if not call.has_shared_input and matrix is not None and matrix.rank <= THIN and has_kernel(module, x):
             return convolve_with_kernel(call, x)
+        if not call.has_shared_input and matrix is not None and is_worth_splitting(call, x):
+            return convolve_thinly(call, x)
     return convolve_per_member(call)
 
 
@@ -51,6 +53,27 @@ def convolve_with_kernel(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
     images = x.view(*x.shape[:3], *as_image(x.shape[3:]))
     kernels_for(x.device).thin_convolution(x_b, images, filters.contiguous(), member_address, *settings)
     x_b = x_b.view(*x.shape[:2], rank, *base.shape[3:])
+    bias, scales = call.optional_weights("bias"), block.scales(index)
+    return combine(Parts(base, x_b, a, bias, scales, block.member_address, call.epilogue, shared=False))
+
+
+def is_worth_splitting(call: LayerCall, x: torch.Tensor) -> bool:
+    """Return whether a CPU convolves the center and the noise apart: if a member has more weights than outputs."""
+    module, rank = call.module, len(call.module.kernel_size)
+    positions = prod(x.shape[-rank:]) // prod(module.stride)  # about
+    columns = module.in_channels * prod(module.kernel_size)
+    is_full = x.dtype in (torch.float32, torch.float64) and x.device.type == kernel_device(x.device).type == "cpu"
+    return is_full and columns >= x.shape[1] * positions
+
+
+def convolve_thinly(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
+    """Do one convolution with the center for all members, and one with the few filters of the noise of each."""
+    block, index, convolve = call.block, call.layer.slots["weight"], call.module._conv_forward
+    a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
+    base = convolve(x.flatten(0, 1), block.generation.center(index), None)
+    filters = b.transpose(1, 2).reshape(len(b), a.shape[2], *block.slot(index).shape[1:])
+    x_b = torch.stack([convolve(x[i], filters[address], None) for i, address in enumerate(block.member_address)])
+    base = base.view(*x.shape[:2], *base.shape[1:])
     bias, scales = call.optional_weights("bias"), block.scales(index)
     return combine(Parts(base, x_b, a, bias, scales, block.member_address, call.epilogue, shared=False))
 

@@ -79,7 +79,10 @@ def multiply_thin(x: Tensor, b_t: Tensor, block: Block) -> Tensor:
     """Return x_i B_i for each member: x is (members, n, C), b_t (addresses, rank, C); (members, n, rank)."""
     member_address = cached_tensor(block.member_address, x.device)
     if kernel_device(x.device).type != "cuda" or b_t.shape[1] > THIN or x.dtype == torch.float64:
-        return torch.bmm(x, b_t[member_address].transpose(1, 2))
+        b_of_members = b_t[member_address].contiguous()  # (members, rank, C)
+        columns, rank = x.shape[2], b_t.shape[1]
+        # torch gives a dimension of one element any stride, and MKL takes ten times as long with a stride of 1
+        return torch.bmm(x, b_of_members.as_strided((len(x), columns, rank), (rank * columns, 1, columns)))
     out = torch.empty(*x.shape[:2], b_t.shape[1], device=x.device)
     kernels_for(x.device).thin_product(out, x, b_t, member_address)
     return out
