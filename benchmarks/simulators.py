@@ -168,13 +168,13 @@ def measure_speed(rounds: int) -> None:
 def train_recipe(name: str, seeds: int, first: int) -> None:
     results = []
     for seed in range(first, first + seeds):
-        made = make_recipe(name, {}, seed)
+        parts = make_recipe(name, {}, seed)
         with tempfile.TemporaryDirectory() as folder:
             result = gl.train(
-                made.model,
-                objective=made.objective,
-                strategy=made.strategy,
-                evaluate_every=made.evaluate_every,
+                parts.model,
+                objective=parts.objective,
+                strategy=parts.strategy,
+                evaluate_every=parts.evaluate_every,
                 target=("dev_return", GOALS[name] * (1.05 if name != "cartpole" else 1.0)),
                 interactions=LIMITS[name],
                 seed=seed,
@@ -222,11 +222,11 @@ def compare_evotorch(steps: int, seeds: int) -> None:
             searcher.step()
         seconds, policy = time.perf_counter() - started, problem.to_policy(searcher.status["center"])
         theirs = gl.Gym("CartPole-v1").measure(SingleMember(policy), "test", seed)["return"]
-        made = make_recipe("cartpole", {}, seed)
+        parts = make_recipe("cartpole", {}, seed)
         result = gl.train(
-            made.model,
-            objective=made.objective,
-            strategy=made.strategy,
+            parts.model,
+            objective=parts.objective,
+            strategy=parts.strategy,
             interactions=steps,
             evaluate_every=1000,
             seed=seed,

@@ -484,8 +484,7 @@ def build_objective(
     is_score = name == "score" or (population is not None and population.maximize)
     larger_is_better = is_score if maximize is None else maximize
     of_model, named = name == "objective", name_metrics(metrics) if metrics is not None else None
-    has_seed = of_model and (takes_seed(function) or population is not None)
-    return Objective(function, larger_is_better, of_model, named, takes_seed=has_seed)
+    return Objective(function, larger_is_better, of_model, named, takes_seed=of_model and takes_seed(function))
 
 
 def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:

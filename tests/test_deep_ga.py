@@ -39,7 +39,7 @@ def test_chains_are_the_dense_algorithm_on_the_same_addresses(parents: int, tmp_
 
 
 def test_chains_end_at_the_last_common_ancestor() -> None:
-    """After 300 generations an individual is as long as its family tree is deep, not as the run."""
+    """An individual is as long as its family tree is deep, not as the run is."""
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
     search = gl.Search(gl.seeded(1, lambda: nn.Linear(4, 1)), gl.DeepGA(population=64, parents=8), loss=F.mse_loss)
     longest = 0

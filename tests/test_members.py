@@ -202,7 +202,7 @@ def test_bad_arguments_are_sentences() -> None:
 
 @pytest.mark.parametrize("name", EVOLVING)
 def test_tell_is_step_and_train(name: str, tmp_path: Path) -> None:
-    """By the scores of a run, ask and tell reach its weights; the journal resumes and verifies."""
+    """Ask and tell reach the weights of a run by its scores; the journal resumes and verifies."""
     x = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     y, strategy = x.sum(1, keepdim=True), EVOLVING[name].with_settings()
 

@@ -284,7 +284,7 @@ class Members:
 
     @property
     def _fits(self) -> bool:
-        """Whether the weights of all members may stay in memory between calls."""
+        """True if the weights of all members may stay in memory between calls."""
         return 4 * len(self) * self.generation.genome.size <= BLOCK_BYTES
 
     def _constants(self, block: Block) -> list[Tensor]:
