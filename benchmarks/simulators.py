@@ -155,9 +155,10 @@ def measure_speed(rounds: int) -> None:
             for _ in range(3):
                 kinds[name]()
         for _ in range(rounds):
-            for name, run in kinds.items():
-                if "EvoTorch" not in name or len(speeds[name]) < 3:
-                    speeds[name].append(run())
+            for name in ("gl.Gym", "by hand"):
+                speeds[name].append(kinds[name]())
+        for name in [name for name in kinds if "EvoTorch" in name]:
+            speeds[name] = [kinds[name]() for _ in range(3)]
         ours = statistics.median(speeds["gl.Gym"])
         print(f"CartPole, population {POPULATION} x {EPISODES} episodes, hidden {hidden}:")
         for name, values in speeds.items():
@@ -278,7 +279,7 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", choices=tuple(GOALS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     if options.what == "speed":
         measure_speed(options.rounds)
