@@ -132,6 +132,7 @@ GOLDEN = {
     "openai-es, zscore, momentum, decay": "927125003bfbf3cd",
     "snes": "6ecda21ae301804c",
     "snes, mirrored, uniform": "80eebf716262cbb4",
+    "deep-ga": "b7a9768e3ff69eed",
     "mu-lambda": "29cfbfddcf3efe84",
     "mu-lambda, comma, two mates": "5d837928519773eb",
     "mu-lambda, discrete, fifth": "6ea86c7f4caf9db3",
