@@ -114,15 +114,15 @@ def test_workers_of_a_resumed_run_do_not_load_what_its_header_names(run: Path) -
 
 def test_a_trusted_run_goes_on_and_its_recipe_is_shown_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(RECIPE)
-    assert call("train", "mine.py", "--name", "run")[0] == 0
+    Path("own_recipe.py").write_text(RECIPE)
+    assert call("train", "own_recipe.py", "--name", "run")[0] == 0
     Path("executed").unlink()
     code, error = call("verify", "runs/run")
     assert (code, Path("executed").exists()) == (2, False)
-    assert str(Path("mine.py").resolve()) in error
+    assert str(Path("own_recipe.py").resolve()) in error
     code, error = call("verify", "runs/run", "--trust")
     assert code == 0, error
-    assert f"note: --trust loads the recipe {str(Path('mine.py').resolve())!r}" in error
+    assert f"note: --trust loads the recipe {str(Path('own_recipe.py').resolve())!r}" in error
     assert Path("executed").exists()
 
 
