@@ -200,7 +200,7 @@ def train_recipe(name: str, seeds: int, first: int) -> None:
 def compare_evotorch(steps: int, seeds: int) -> None:
     """Print the returns of a linear policy after as many steps by EvoTorch's PGPE and by the recipe cartpole.
 
-    The settings of PGPE are those of EvoTorch's examples for environments of Gymnasium.
+    The settings of PGPE are a first choice of ours, with ClipUp as its optimizer: they were not tuned.
     """
     problems, algorithms = (importlib.import_module(f"evotorch.{name}") for name in ("neuroevolution", "algorithms"))
     rows = []
