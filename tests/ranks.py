@@ -40,6 +40,7 @@ STRATEGIES: dict[str, AnyStrategy] = {
     "mu-lambda": gl.MuLambda(population=24, parents=4, rank=1),
     "mu-lambda, fifth": gl.MuLambda(population=24, parents=4, mates=2, recombination="discrete", adaptation="fifth"),
     "ga": gl.GA(population=24, parents=4, crossover="one-point", mutation=0.5),
+    "deep-ga": gl.DeepGA(population=24, parents=4, sigma=0.05),
     "pso": gl.PSO(population=24, decay=0.9),
     "gradient": gl.Gradient(lr=0.05),
     "gradient, int8": gl.Gradient(lr=0.05, slices=5, wire="int8"),

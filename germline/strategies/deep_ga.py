@@ -65,7 +65,7 @@ class DeepGA(Strategy[State]):
     """
 
     name: ClassVar[str] = "deep-ga"
-    ask_arrays: ClassVar[tuple[str, ...]] = ("base",)
+    ask_arrays: ClassVar[tuple[str, ...]] = ("theta", "base")
 
     population: int = setting(1000, "members of a generation")
     parents: int = setting(20, "members that are kept as parents")
