@@ -236,10 +236,12 @@ def count_bytes(exchange: Exchange) -> dict[str, list[int]]:
     search.step(x, y)
     before = read_system_counts(fleet)
     fleet.count_bytes()
-    messages = fleet.collective.traffic.messages
+    messages, session = fleet.collective.traffic.messages, search._session
+    so_far = session.sent, session.received
     for _ in range(20):
         search.step(x, y)
-    counted, messages = fleet.count_bytes(), fleet.collective.traffic.messages - messages
+    messages = fleet.collective.traffic.messages - messages
+    counted = session.sent - so_far[0], session.received - so_far[1]
     after = read_system_counts(fleet)
     system = [b - a for a, b in zip(before, after, strict=True)]
     fleet.group.all(True)  # no rank leaves before all have counted

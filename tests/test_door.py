@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,7 @@ def test_the_status_page_answers_to_its_own_names_and_few_connections(
     foreign = urllib.request.Request(address, headers={"Host": f"evil.example:{fleet.status}"})
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(foreign, timeout=10)
+    caught.value.close()
     assert caught.value.code == 421
     with ExitStack() as stack:
         for _ in range(200):
@@ -164,7 +165,8 @@ def test_the_status_page_answers_to_its_own_names_and_few_connections(
         time.sleep(0.5)
         threads = int(Path(f"/proc/{fleet.coordinator.pid}/status").read_text().split("Threads:")[1].split()[0])
         assert threads < 150
-    assert json.loads(urllib.request.urlopen(address, timeout=30).read())["generation"] == 0
+    with closing(urllib.request.urlopen(address, timeout=30)) as answer:
+        assert json.loads(answer.read())["generation"] == 0
     assert is_own_name("[::1]:8787", "127.0.0.1")
     assert not is_own_name("127.0.0.1.evil.example", "127.0.0.1")
 

@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 FAULTS = int(os.environ.get("GERMLINE_FAULTS", "6"))
-GENERATIONS = 120 * FAULTS
+GENERATIONS = 500 * FAULTS
 TIMEOUT = 5  # seconds until a silent rank is given up
 NOTICED = 60.0  # seconds after the timeout in which the other ranks must have ended, on a busy machine
 BIN = Path(sys.executable).parent
