@@ -1,4 +1,4 @@
-"""Evaluates public architectures by Germline, each in a process of its own, and compares members with plain copies.
+"""Evaluates public architectures by Germline, each in a separate process, and compares members with plain copies.
 
     python benchmarks/zoo.py                          every architecture of the installed packages (extra zoo)
     python benchmarks/zoo.py --package timm           those of one package; may be repeated

@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled, by Numba."""
+"""Options by which Numba compiles the CPU kernels, and where it keeps them."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

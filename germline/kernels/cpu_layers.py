@@ -54,14 +54,14 @@ def add_to_rows(out, x_b, a, bias, scales, member_address, relu):
 
 @compile_kernel
 def largest_of_shifts(out, source, count, shifts, step):
-    """Set each out[p] to the largest of source[p], source[p + step], ..., of so many shifts; NaN is the largest."""
-    beside = source[min(1, shifts - 1) * step :]
+    """Set each out[p] to the largest of source[p], source[p + step], ... (``shifts`` of them); NaN is the largest."""
+    shifted = source[min(1, shifts - 1) * step :]
     for p in range(count):
-        out[p] = beside[p] if (beside[p] > source[p]) | (beside[p] != beside[p]) else source[p]
+        out[p] = shifted[p] if (shifted[p] > source[p]) | (shifted[p] != shifted[p]) else source[p]
     for shift in range(2, shifts):
-        beside = source[shift * step :]
+        shifted = source[shift * step :]
         for p in range(count):
-            out[p] = beside[p] if (beside[p] > out[p]) | (beside[p] != beside[p]) else out[p]
+            out[p] = shifted[p] if (shifted[p] > out[p]) | (shifted[p] != shifted[p]) else out[p]
 
 
 @compile_kernel

@@ -30,12 +30,12 @@ def find_kept_tensors(module: nn.Module) -> list[tuple[nn.Module, str, str]]:
         The part of the module, the attribute's name, and its full name, for each.
     """
     registries = ("_parameters", "_buffers", "_modules")
-    kept = []
+    attributes = []
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in registries and any(True for _ in iterate_kept_tensors(value)):
-                kept.append((part, name, f"{prefix}.{name}".lstrip(".")))
-    return kept
+                attributes.append((part, name, f"{prefix}.{name}".lstrip(".")))
+    return attributes
 
 
 @contextmanager
@@ -65,14 +65,14 @@ def refuse_stale_tensors(plain: Evaluator, generation: Generation, member: int) 
     for part, name, full_name in find_kept_tensors(plain.module):
         same = []
         for some in (center, generation):
-            kept = split_output(plain.member_output(some, member))[0]
+            outputs = split_output(plain.member_output(some, member))[0]
             try:
                 with cleared_attribute(part, name):
                     again = split_output(plain.member_output(some, member))[0]
             except Exception:  # the module needs it, and does not make it again
                 break
-            pairs = zip(kept, again, strict=False)
-            same.append(len(kept) == len(again) and all(is_close(*pair) for pair in pairs))
+            pairs = zip(outputs, again, strict=False)
+            same.append(len(outputs) == len(again) and all(is_close(*pair) for pair in pairs))
         if same == [True, False]:
             message = f"The module keeps a tensor in {full_name} that it has computed from its weights"
             raise BadInput(f"{message}, and that would stay as it is while they change: clear it before training.")

@@ -31,7 +31,9 @@ def slice_columns(state: Any, low: int, high: int) -> Any:
     return map_arrays(lambda array: array[..., low:high], state)
 
 
-def by_columns(advance: Callable[[Any, int], Any], state: S, parameters: int, width: int, kept: tuple[str, ...]) -> S:
+def by_columns(
+    advance: Callable[[Any, int], Any], state: S, parameters: int, width: int, untouched: tuple[str, ...]
+) -> S:
     """Return a State that was advanced some columns at a time, so that what is computed on the way takes little memory.
 
     Args:
@@ -39,7 +41,7 @@ def by_columns(advance: Callable[[Any, int], Any], state: S, parameters: int, wi
         state: the State before; its arrays are overwritten.
         parameters: the number of all columns.
         width: columns that are advanced at once.
-        kept: the fields whose arrays are not overwritten.
+        untouched: the fields whose arrays are not overwritten.
     """
     _, whole = pack(state)
     arrays: dict[str, Tensor] = {}
@@ -56,7 +58,7 @@ def by_columns(advance: Callable[[Any, int], Any], state: S, parameters: int, wi
                 continue
             if low == 0:
                 shape = (*part.shape[:-1], parameters)
-                reused = name in whole and whole[name].shape == shape and name.split(".")[0] not in kept
+                reused = name in whole and whole[name].shape == shape and name.split(".")[0] not in untouched
                 arrays[name] = whole[name] if reused else part.new_empty(shape)
             arrays[name][..., low:high] = part
     next_state: S = unpack(after, tree, arrays)
