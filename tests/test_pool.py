@@ -182,6 +182,33 @@ def test_a_plan_that_fails_in_a_child_is_replaced() -> None:
     assert session.scorer.chosen_plan.method == "isolated"
 
 
+class HeldStream:
+    """An output that another thread is writing to, so that its lock is never free in a forked process."""
+
+    owner = os.getpid()
+
+    def write(self, text: str) -> int:
+        self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        while os.getpid() != self.owner:
+            time.sleep(1)
+
+
+def test_children_do_not_wait_for_locks_of_the_parents_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chatty(output: Tensor, target: Tensor) -> Tensor:
+        print("scored", end="", flush=True)
+        return F.mse_loss(output, target)
+
+    expected = advance(make_session(workers=1))
+    monkeypatch.setattr(HeldStream, "owner", os.getpid())
+    monkeypatch.setattr(sys, "stdout", HeldStream())
+    session = make_session(loss=chatty)
+    assert advance(session) == expected
+    assert find_pool_of(session).children
+
+
 def test_times_are_added_and_generators_are_untouched() -> None:
     torch.manual_seed(5)
     expected = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
@@ -214,7 +241,8 @@ def test_an_objective_of_the_model_may_train_another_one(tmp_path: Path) -> None
 
 def test_runs_in_several_threads_do_not_disturb_each_other() -> None:
     hashes: dict[int, str] = {}
-    threads = [threading.Thread(target=lambda i=i: hashes.update({i: advance(make_session(), 20)})) for i in range(3)]
+    sessions = [make_session() for _ in range(3)]  # before there are threads, which share torch's random generator
+    threads = [threading.Thread(target=lambda i=i: hashes.update({i: advance(sessions[i], 20)})) for i in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

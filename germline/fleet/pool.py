@@ -218,6 +218,7 @@ class Child:
 
     def serve(self, generation: Generation, blocks: Blocks) -> None:
         """Evaluate blocks, those of one generation first, until the parent ends or has no more work."""
+        renew_output()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -325,6 +326,17 @@ def pack_report(report: Report) -> bytes:
             failure = error[0], RuntimeError(f"{type(error[1]).__name__}: {error[1]}")
         shown = [(str(message), UserWarning, *place) for message, _, *place in report.warnings]
         return pickle.dumps(Report(report.seconds, shown, failure))
+
+
+def renew_output() -> None:
+    """Have a child write to new streams.
+
+    A thread of the parent, such as that of a progress line, may have been writing to the old ones at the time of the
+    fork. Then their locks are held forever in the child.
+    """
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with suppress(OSError):  # it is closed
+            setattr(sys, name, open(descriptor, "w", errors="backslashreplace", closefd=False))  # noqa: SIM115
 
 
 def flush_output() -> None:
