@@ -190,10 +190,13 @@ def test_environments_in_processes_are_those_of_this_process() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_is_an_error() -> None:
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_process_that_ends_is_an_error(has_ended: bool) -> None:
     environments = ProcessEnvironments(find_maker("Pendulum-v1", {})[1], 2, 2)
     environments.reset(np.array([1, 2]))
     environments.processes[1].kill()
+    if has_ended:
+        environments.processes[1].wait()
     with pytest.raises(RuntimeError, match="A process of environments has ended"):
         environments.step(np.zeros((2, 1)), np.ones(2, bool))
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +109,8 @@ class ProcessEnvironments:
     def _run(self, command: bytes, count: int) -> None:
         self.arrays["active"][count:] = False
         for pipe, _ in self.pipes:
-            os.write(pipe, command)
+            with suppress(BrokenPipeError):  # that the process has ended is noticed when it does not answer
+                os.write(pipe, command)
         for _, answers in self.pipes:
             self._receive(answers)
 
