@@ -54,6 +54,7 @@ STRATEGIES = {
     "snes": StrategyOptions("snes"),
     "mu-lambda": StrategyOptions("mu-lambda"),
     "ga": StrategyOptions("ga"),
+    "deep-ga": StrategyOptions("deep-ga"),
     "pso": StrategyOptions("pso"),
     "gradient": StrategyOptions("gradient"),
     "hybrid-es": StrategyOptions("hybrid-es"),
