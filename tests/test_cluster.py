@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import itertools
 import sys
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -182,6 +183,30 @@ WAYS = [
     for name, strategy in STRATEGIES.items()
     for way in (("members",) if strategy.kind == "train_members" else ("records", "weights"))
 ]
+
+
+class Ahead(Follower):
+    """A worker that says it is further than the run: the coordinator before was killed, or it does not say the truth."""
+
+    versions: ClassVar[Iterator[str]] = itertools.cycle(["7", "0+", "999999999"])
+
+    def join(self, *about: Any) -> Message:
+        head, arrays = super().join(*about)
+        return Message(head | {"version": next(self.versions), "whole": True}, arrays)
+
+
+@pytest.mark.parametrize("name", ["openai-es", "hybrid-es"])
+def test_workers_that_are_ahead_of_the_run_are_sent_its_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "block_size", lambda *arguments, **settings: 4)
+    monkeypatch.setattr(Follower, "measure_tell", lambda follower: 0.0)
+    recipe = make_digits().with_strategy(STRATEGIES[name])
+    expected = train(recipe, gl.Local("cpu"), tmp_path / "local", 6)
+    with open_cluster() as cluster:
+        cluster.add_before_training(Ahead, Ahead, Ahead)
+        assert train(recipe, cluster.fleet, tmp_path / "run", 6) == expected
+        assert not any(worker.is_refused for worker in cluster.workers)
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)

@@ -158,8 +158,13 @@ class Crew:
         return scores / worker.bandwidth + worker.tell_seconds < weights / worker.bandwidth + HEAD_START
 
     def has_records(self, worker: RemoteWorker, state: Any, generation: int) -> bool:
-        """Return whether all records that a worker misses are there, and are cheaper than the State."""
-        if worker.generation is None or not all(g in self.records for g in range(worker.generation, generation)):
+        """Return whether all records that a worker misses are there, and are cheaper than the State.
+
+        A worker may be ahead: a coordinator that was killed has sent it records that are not on disk.
+        """
+        if worker.generation is None or worker.generation > generation:
+            return False
+        if not all(g in self.records for g in range(worker.generation, generation)):
             return False
         missing = [self.records[g] for g in range(worker.generation, generation)]
         by_records = len(missing) * worker.tell_seconds + sum(map(count_bytes, missing)) / worker.bandwidth

@@ -119,9 +119,10 @@ class Job:
         should_follow = crew.should_follow(worker, inputs.strategy, inputs.state)
         if should_follow and crew.has_records(worker, inputs.state, self.generation):
             crew.send_records(worker, self.generation)
-            if worker.version != inputs.version:
-                crew.send(worker, self.gradient_message)
-            return
+            if worker.version == inputs.version:
+                return
+            if inputs.gradient is not None:
+                return crew.send(worker, self.gradient_message)
         worker.has_whole_state = should_follow and inputs.gradient is None
         crew.send(worker, self.state_message if worker.has_whole_state else self.weights_message)
 
