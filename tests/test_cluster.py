@@ -186,7 +186,7 @@ WAYS = [
 
 
 class Ahead(Follower):
-    """A worker that says it is further than the run: the coordinator before was killed, or it does not say the truth."""
+    """A worker that says it is further than the run: the coordinator before was killed, or it says what is not true."""
 
     versions: ClassVar[Iterator[str]] = itertools.cycle(["7", "0+", "999999999"])
 

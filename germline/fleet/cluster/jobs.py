@@ -122,7 +122,8 @@ class Job:
             if worker.version == inputs.version:
                 return
             if inputs.gradient is not None:
-                return crew.send(worker, self.gradient_message)
+                crew.send(worker, self.gradient_message)
+                return
         worker.has_whole_state = should_follow and inputs.gradient is None
         crew.send(worker, self.state_message if worker.has_whole_state else self.weights_message)
 
