@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -141,8 +142,10 @@ def shrink_config(config: Any, small: dict[str, int]) -> Any:
             setattr(config, name, size)
     if isinstance(getattr(config, "depths", None), list | tuple):
         config.depths = [1] * len(config.depths)
-    if isinstance(getattr(config, "layer_types", None), list):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        if isinstance(getattr(config, name, None), list) and hasattr(config, "num_hidden_layers"):
+            with suppress(AttributeError):  # it is computed from other settings
+                setattr(config, name, getattr(config, name)[: config.num_hidden_layers])
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id"):
         if isinstance(getattr(config, name, None), int) and getattr(config, name) >= SMALL["vocab_size"]:
             setattr(config, name, 1)
@@ -167,12 +170,16 @@ def transformers_inputs(model: Any) -> Iterator[Inputs]:
         "input_features": [torch.randn(BATCH, *shape) for shape in ((mel, 128), (128, mel), (mel, 3000))],
         "input_values": [torch.randn(BATCH, *shape) for shape in ((2000,), (1, 2000), (128, mel))],
         "past_values": [torch.randn(BATCH, setting(32, "context_length", "prediction_length"), 1)],
+        "query_embeds": [torch.randn(BATCH, 8, setting(32, "hidden_size"))],
+        "inputs_embeds": [torch.randn(BATCH, 8, setting(32, "hidden_size"))],
     }
     for first in dict.fromkeys(name for name in (model.main_input_name, *kinds) if name in accepted and name in kinds):
         for value in kinds[first]:
             yield (), {first: value}
             if "decoder_input_ids" in accepted:
                 yield (), {first: value, "decoder_input_ids": ids}
+            if "bbox" in accepted:
+                yield (), {first: value, "bbox": torch.zeros(BATCH, 8, 4, dtype=torch.long)}
             if "pixel_values" in accepted and first == "input_ids":
                 yield from (((), {first: ids, "pixel_values": image}) for image in kinds["pixel_values"])
 
@@ -195,20 +202,19 @@ TIMM_MARKS = [
     "18",
     "b0",
 ]
-ENCODERS = ["resnet18", "mobilenet_v2", "efficientnet-b0", "mit_b0", "timm-mobilenetv3_small_100", "tu-convnext_atto"]
+ENCODERS = ["mobileone_s0", "mobilenet_v2", "efficientnet-b0", "mit_b0", "tu-mobilenetv3_small_100", "tu-convnext_atto"]
 
 
 @cache
 def list_timm() -> list[str]:
-    """Return three models of each family, the small ones first."""
+    """Return up to four models of each family, those with a name of small ones."""
 
     def find_mark(name: str) -> int:
         return next((i for i, mark in enumerate(TIMM_MARKS) if mark in name), len(TIMM_MARKS))
 
     timm = load("timm")
-    return [
-        name for family in timm.list_modules() for name in sorted(timm.list_models(module=family), key=find_mark)[:3]
-    ]
+    families = (sorted(timm.list_models(module=family), key=find_mark)[:4] for family in timm.list_modules())
+    return [name for family in families for name in family if find_mark(name) < len(TIMM_MARKS)]
 
 
 def build_timm(name: str) -> Built:
@@ -234,7 +240,8 @@ def list_torchvision() -> list[str]:
 def build_torchvision(name: str) -> Built:
     """Return a model of torchvision."""
     models = load("torchvision.models")
-    settings = fill(models.get_model_builder(name), {"weights_backbone": None})
+    builder = models.get_model_builder(name)
+    settings = {"weights_backbone": None} if "weights_backbone" in inspect.signature(builder).parameters else {}
     model = build_small(lambda: models.get_model(name, weights=None, **settings))
     return try_tensors(
         model, [*images(64, 96, 224, 299), *(torch.randn(BATCH, 3, 8, size, size) for size in (32, 64, 112))]
@@ -244,14 +251,15 @@ def build_torchvision(name: str) -> Built:
 def list_segmentation() -> list[str]:
     """Return the decoders of segmentation-models, each with some encoders."""
     kinds = [name for name, value in vars(load("segmentation_models_pytorch")).items() if is_module_class(value)]
-    return [f"{decoder}:{encoder}" for decoder in sorted(kinds) for encoder in ENCODERS]
+    names = [(decoder, encoder) for decoder in sorted(kinds) for encoder in ENCODERS]
+    return [f"{decoder}:{encoder}" for decoder, encoder in names if decoder != "DPT" or encoder.startswith("tu-")]
 
 
 def build_segmentation(name: str) -> Built:
     """Return a model of segmentation-models."""
     decoder, _, encoder = name.partition(":")
     make = getattr(load("segmentation_models_pytorch"), decoder)
-    return try_tensors(build_small(lambda: make(encoder, encoder_weights=None)), images(64, 96))
+    return try_tensors(build_small(lambda: make(encoder, encoder_weights=None)), images(64, 96, 256))
 
 
 def is_module_class(value: Any) -> bool:
@@ -283,11 +291,15 @@ def build_x_transformers(name: str) -> Built:
 
 VIT = read_settings(
     "emb_dim=32 s1_emb_dim=8 s2_emb_dim=16 s3_emb_dim=32 image_size=64 frames=4 image_patch_size=8 frame_patch_size=2 "
-    "spatial_depth=1 temporal_depth=1 cls_depth=1 num_memory_tokens_per_layer=2 seq_len=64"
+    "spatial_depth=1 temporal_depth=1 cls_depth=1 num_memory_tokens_per_layer=2 seq_len=64 mlp_mult=2 num_slots=4 "
+    "max_tokens_per_depth=(16,16) num_residual_streams=2 max_frames=8 ndim=2 input_shape=(64,64) window_size=4 "
+    "dims=(32,32,32) channels=3"
 )
 GRAPHS = read_settings(
     "in_channels=8 out_channels=8 hidden_channels=8 num_layers=2 channels=8 edge_dim=4 dim=2 kernel_size=3 K=2 "
-    "num_relations=3 num_nodes=12 num_timesteps=2 heads=2 depth=2 num_heads=2 num_steps=2 ratio=0.5"
+    "num_relations=3 num_nodes=12 num_timesteps=2 heads=2 depth=2 num_heads=2 num_steps=2 ratio=0.5 alpha=0.5 k=4 "
+    "num_types=3 first_aggr=True embedding_dim=8 mode='cat' num_blocks=2 num_bilinear=4 num_spherical=3 num_radial=3 "
+    "aggregators=('mean','max') scalers=('identity','amplification') in_dim=8 out_dim=8 emb_dim=8"
 )
 MONAI = read_settings(
     "spatial_dims=2 dimensions=2 in_channels=3 out_channels=4 channels=(8,16) strides=(2,2) img_size=(32,32) "
@@ -298,7 +310,9 @@ MONAI = read_settings(
     "num_channel_initial=8 extract_levels=(0,1) depth=1 hidden_channels=8 kernel_size=(3,3,3) image_size=32 "
     "downsample_parameters=((2,4,1,1),(2,4,1,1)) upsample_parameters=((2,4,1,1,0),(2,4,1,1,0)) init_filters=8 "
     "upsample_kernel_size=(2,2) num_tokens=99 max_seq_len=64 attn_layers_dim=32 attn_layers_depth=2 "
-    "attn_layers_heads=4 filters=(8,16,32) conv_out_channels=8"
+    "attn_layers_heads=4 filters=(8,16,32) conv_out_channels=8 model_name='efficientnet-b0' backbone='efficientnet-b0' "
+    "encode_channels=(8,8) decode_channels=(8,8) out_shape=(4,) in_planes=8 planes=8 input_image_size=(32,32) "
+    "label_nc=4 input_shape=(32,32) dim=8"
 )
 DIFFUSERS = SMALL | read_settings(
     "block_out_channels=(16,32) norm_num_groups=8 layers_per_block=1 cross_attention_dim=32 sample_size=16 "
@@ -347,10 +361,13 @@ def find_geometric() -> dict[str, Any]:
 def build_geometric(name: str) -> Built:
     """Return a network of graphs."""
     kind, layers = find_geometric()[name], nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    model = kind(**fill(kind, GRAPHS | {"nn": layers}, required=True))
+    library = load("torch_geometric.nn")
+    parts = {"nn": layers, "conv": library.GCNConv(8, 8), "encoder": library.GCNConv(8, 8), "deg": torch.arange(1, 9)}
+    model = kind(**fill(kind, GRAPHS | parts, required=True))
     x, edges, attributes = torch.randn(12, 8), torch.randint(0, 12, (2, 30)), torch.randn(30, 4)
     values: dict[str, Any] = {"x": x, "x_0": x, "h": x, "edge_index": edges, "hyperedge_index": edges}
     values |= {"pos": torch.randn(12, 3), "normal": torch.randn(12, 3), "batch": torch.zeros(12, dtype=torch.long)}
+    values |= {"msg": x, "pos_edge_index": edges, "neg_edge_index": edges.flip(0), "type_vec": torch.arange(12) % 3}
     values |= {"edge_weight": torch.rand(30), "pseudo": torch.rand(30, 2), "edge_type": torch.randint(0, 3, (30,))}
     needed = fill(model.forward, values | {"edge_attr": attributes, "z": torch.randint(1, 9, (12,))}, required=True)
     return find_inputs(model, [((), needed), ((), needed | fill(model.forward, {"edge_attr": attributes}))])
