@@ -108,6 +108,7 @@ def build_small(make: Callable[[], Any]) -> nn.Module:
 @cache
 def list_transformers() -> dict[str, str]:
     """Return the kinds of configurations by the names of their models."""
+    load("transformers.modeling_utils")  # which every model needs
     auto, mapping = load("transformers.models.auto.modeling_auto"), load("transformers").CONFIG_MAPPING
     names: dict[str, str] = {}
     for table in (auto.MODEL_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
@@ -122,7 +123,8 @@ def build_transformers(name: str) -> Built:
     library = load("transformers")
     config_class, model_class = library.CONFIG_MAPPING[list_transformers()[name]], getattr(library, name)
     problems: list[Exception] = []
-    for small in (SMALL, {key: value for key, value in SMALL.items() if key != "head_dim"}, SHALLOW):
+    headless = {key: value for key, value in SMALL.items() if key != "head_dim"}
+    for small in (SMALL, SMALL | {"num_key_value_heads": SMALL["num_attention_heads"]}, headless, SHALLOW):
         try:
             config = shrink_config(config_class(), small)
             model = build_small(lambda: model_class(config))  # noqa: B023
@@ -168,7 +170,7 @@ def transformers_inputs(model: Any) -> Iterator[Inputs]:
         "input_ids": [ids],
         "pixel_values": list(images(size, 64, 128, channels=channels)),
         "input_features": [torch.randn(BATCH, *shape) for shape in ((mel, 128), (128, mel), (mel, 3000))],
-        "input_values": [torch.randn(BATCH, *shape) for shape in ((2000,), (1, 2000), (128, mel))],
+        "input_values": [torch.randn(BATCH, *shape) for shape in ((2000,), (1, 2000), (128, mel), (1024, mel))],
         "past_values": [torch.randn(BATCH, setting(32, "context_length", "prediction_length"), 1)],
         "query_embeds": [torch.randn(BATCH, 8, setting(32, "hidden_size"))],
         "inputs_embeds": [torch.randn(BATCH, 8, setting(32, "hidden_size"))],
@@ -293,7 +295,7 @@ VIT = read_settings(
     "emb_dim=32 s1_emb_dim=8 s2_emb_dim=16 s3_emb_dim=32 image_size=64 frames=4 image_patch_size=8 frame_patch_size=2 "
     "spatial_depth=1 temporal_depth=1 cls_depth=1 num_memory_tokens_per_layer=2 seq_len=64 mlp_mult=2 num_slots=4 "
     "max_tokens_per_depth=(16,16) num_residual_streams=2 max_frames=8 ndim=2 input_shape=(64,64) window_size=4 "
-    "dims=(32,32,32) channels=3"
+    "dims=(32,32,32) channels=3 sm_dim=32 lg_dim=32 sm_patch_size=8 lg_patch_size=16"
 )
 GRAPHS = read_settings(
     "in_channels=8 out_channels=8 hidden_channels=8 num_layers=2 channels=8 edge_dim=4 dim=2 kernel_size=3 K=2 "
