@@ -231,7 +231,7 @@ def build_timm(name: str) -> Built:
         return model
 
     model: Any = build_small(make)
-    return try_tensors(model, images(64, 96, 128, model.default_cfg.get("input_size", (3, 224, 224))[-1]))
+    return try_tensors(model, images(32, 64, 96, 128, model.default_cfg.get("input_size", (3, 224, 224))[-1]))
 
 
 def list_torchvision() -> list[str]:
@@ -246,7 +246,7 @@ def build_torchvision(name: str) -> Built:
     settings = {"weights_backbone": None} if "weights_backbone" in inspect.signature(builder).parameters else {}
     model = build_small(lambda: models.get_model(name, weights=None, **settings))
     return try_tensors(
-        model, [*images(64, 96, 224, 299), *(torch.randn(BATCH, 3, 8, size, size) for size in (32, 64, 112))]
+        model, [*images(32, 64, 96, 224, 299), *(torch.randn(BATCH, 3, 8, size, size) for size in (32, 64, 112))]
     )
 
 
@@ -261,7 +261,7 @@ def build_segmentation(name: str) -> Built:
     """Return a model of segmentation-models."""
     decoder, _, encoder = name.partition(":")
     make = getattr(load("segmentation_models_pytorch"), decoder)
-    return try_tensors(build_small(lambda: make(encoder, encoder_weights=None)), images(64, 96, 256))
+    return try_tensors(build_small(lambda: make(encoder, encoder_weights=None)), images(32, 64, 96, 256))
 
 
 def is_module_class(value: Any) -> bool:

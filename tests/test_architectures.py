@@ -267,7 +267,7 @@ CLASSES: dict[type[Net], Plan] = {
     ParametrizesItsWeights: Plan(P, "population"),
     HasAdapters: Plan(P, "population"),
     IsCompiled: Plan(P, "population"),
-    AttendsFlexibly: Plan(1, "loop", vectorized=False),
+    AttendsFlexibly: Plan(P, "population"),
 }
 
 

@@ -1,7 +1,7 @@
 """Chooses the plan of a run: the fastest that gives what plain copies of the module give, whatever its code does.
 
 Before a run two blocks are evaluated, at a sigma at which the noise of any parameter shows, and their first and last
-members compared with plain copies of the module. Parameters that no layer has read from the block are tried one by one.
+members compared with plain copies of the module, which must not depend on parameters that no layer has read.
 During the run sampled members are compared again (``matches_plain_copy``).
 """
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from germline.errors import BadInput
+from germline.genome import Slot
 from germline.objective import Batch, seeded_generators
 from germline.optim.shaping import goodness
 from germline.population.block import Generation
@@ -234,15 +235,22 @@ class Trial:
 
     def find_bypassed_parameter(self, batch: Batch, read_slots: set[int]) -> str | None:
         """Return the name of a parameter that plain copies of the module use, but no population module has read."""
-        for index, slot in enumerate(self.plain.genome.slots):
-            if index not in read_slots:
-                center = self.candidates.center.clone()
-                center[slot.start : slot.stop] += float(self.candidates.sigma)  # type: ignore[arg-type]  # see prepare
-                generation = self.plain.generation(replace(self.candidates, center=center), batch)
-                output = self.plain.member_output(generation, self.sampled[0])
-                if not outputs_match(output, self.expected[0], choose_tolerance(self.plain)):
-                    return slot.name
-        return None
+        unread = [slot for index, slot in enumerate(self.plain.genome.slots) if index not in read_slots]
+        if not unread or not self.depends_on(unread, batch):
+            return None
+        while len(unread) > 1:
+            half = unread[: len(unread) // 2]
+            unread = half if self.depends_on(half, batch) else unread[len(half) :]
+        return unread[0].name
+
+    def depends_on(self, slots: list[Slot], batch: Batch) -> bool:
+        """Return whether the output of a plain copy of the module changes with some of its parameters."""
+        center = self.candidates.center.clone()
+        for slot in slots:
+            center[slot.start : slot.stop] += float(self.candidates.sigma)  # type: ignore[arg-type]  # see prepare
+        generation = self.plain.generation(replace(self.candidates, center=center), batch)
+        output = self.plain.member_output(generation, self.sampled[0])
+        return not outputs_match(output, self.expected[0], choose_tolerance(self.plain))
 
 
 def generator_states() -> list[Any]:

@@ -1,5 +1,6 @@
 """Functions of torch that have a faster form on a CPU, or that vmap refuses, where a block of members calls them."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,9 @@ class FasterFunctions(TorchFunctionMode):
             if function is torch.Tensor.is_contiguous:
                 return False
             kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+        if getattr(function, "_name", None) == "flex_attention":  # an operator without a rule for vmap
+            module = importlib.import_module(type(function).__module__)
+            return module.math_attention(*materialize(args), **(kwargs or {}))
         if function is F.group_norm and args:  # which asks for that order, unless its input is in the ordinary one
             args = (materialize(args[0]).contiguous(), *args[1:])
         is_plain = bool(args) and type(args[0]) is torch.Tensor
