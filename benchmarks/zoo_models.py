@@ -436,6 +436,20 @@ def build_diffusers(name: str) -> Built:
     return find_inputs(model, candidates)
 
 
+# peft: a small Llama with adapters, which alone are trained
+
+ADAPTERS = ["Lora", "AdaLora", "LoHa", "LoKr", "IA3", "OFT", "BOFT", "Vera"]
+
+
+def build_peft(name: str) -> Built:
+    """Return a small Llama with adapters of one kind."""
+    (model, inputs), library = build_transformers("LlamaForCausalLM"), load("peft")
+    settings = {"target_modules": ["q_proj", "v_proj"], "feedforward_modules": [], "r": 4, "total_step": 10}
+    settings |= {"oft_block_size": 4, "boft_block_size": 4} | ({"r": 0} if name == "OFT" else {})
+    kind = getattr(library, f"{name}Config")
+    return find_inputs(library.get_peft_model(model, kind(**fill(kind, settings))), [inputs])
+
+
 # Each package: the module to import, the names of its architectures, and how one is built.
 PACKAGES: dict[str, tuple[str, Callable[[], Iterable[str]], Callable[[str], Built]]] = {
     "x-transformers": ("x_transformers", list_x_transformers, build_x_transformers),
@@ -446,6 +460,7 @@ PACKAGES: dict[str, tuple[str, Callable[[], Iterable[str]], Callable[[str], Buil
     "diffusers": ("diffusers", find_diffusers, build_diffusers),
     "torchvision": ("torchvision", list_torchvision, build_torchvision),
     "timm": ("timm", list_timm, build_timm),
+    "peft": ("peft", lambda: ADAPTERS, build_peft),
     "transformers": ("transformers", list_transformers, build_transformers),
 }
 

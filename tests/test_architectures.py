@@ -3,6 +3,7 @@
 import copy
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.utils import parametrizations, parametrize, prune
 
+import germline as gl
 from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome, copy_module
 from germline.objective import Batch, Objective, seeded_generators
 from germline.population import Plan, SlowPath
+from germline.population.rules import RULES, Rule
 from germline.strategies import OpenAIES
 
 P, SIZE = 12, 16
@@ -234,11 +237,18 @@ class HasAdapters(Net):
 
 
 class AttendsFlexibly(Net):
+    def add_parts(self) -> None:
+        self.slopes = nn.Parameter(torch.tensor([0.5, 2.0]))
+        self.mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, SIZE // 2, SIZE // 2, device="cpu")
+
     def hidden(self, x: Tensor) -> Tensor:
         heads = x.view(1, 2, len(x) // 2, 8)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not compiled
-            attended = flex_attention(heads, heads, heads, score_mod=lambda s, b, h, i, j: s + i - j)
+            attended = flex_attention(
+                heads, heads, heads, lambda s, b, h, i, j: s + self.slopes[h] * (j - i), self.mask
+            )
+        assert isinstance(attended, Tensor)
         return attended.reshape(x.shape)
 
 
@@ -359,6 +369,50 @@ def test_what_a_module_has_computed_from_its_weights_is_cleared_or_refused() -> 
     session, batch = make_session(other)
     with pytest.raises(BadInput, match="keeps a tensor in cached that it has computed from its weights"):
         session.evaluate(0, batch)
+
+
+class NormsAfterDropout(Net):
+    def add_parts(self) -> None:
+        self.drop, self.norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        assert not self.training, "as detectors want targets in training mode"
+        normed: Tensor = self.norm(self.drop(x))
+        return normed
+
+
+def test_statistics_of_norms_are_those_of_evaluation_mode() -> None:
+    torch.manual_seed(0)
+    module, x = NormsAfterDropout().train(), torch.randn(SIZE, 6)
+    search = gl.Search(module, OpenAIES(population=P, sigma=0.1), loss=score)
+    search.step(x, torch.randn(SIZE, 3))
+    states = [{name: value.clone() for name, value in search.model.state_dict().items()} for _ in range(2)]
+    hidden = F.linear(x, states[0]["first.weight"], states[0]["first.bias"])  # without dropout
+    torch.testing.assert_close(states[0]["norm.running_mean"], hidden.mean(0))
+    torch.testing.assert_close(states[0]["norm.running_var"], hidden.var(0))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_rule_of_the_guide_computes_all_members() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "modules.md").read_text()
+    block = text.partition("## A rule for a new layer")[2].partition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    before = dict(RULES)
+    exec(block, names)
+    scale, calls = names["Scale"], list[int]()
+    try:
+        assert RULES[scale].compute is names["scale"]
+        RULES[scale] = Rule(lambda call: (calls.append(call.block.size), names["scale"](call))[1])
+        module = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), scale(3))
+        session, batch = make_session(module)
+        result = session.evaluate(0, batch)
+        assert session.scorer.chosen_plan == Plan(P, "population")
+        np.testing.assert_allclose(result.scores, plain_scores(module, session, batch, result.values), rtol=1e-5)
+    finally:
+        RULES.clear()
+        RULES.update(before)
+    assert set(calls) == {P}
+    assert len(block.strip().splitlines()) <= 30
 
 
 class Encodes(nn.Module):
