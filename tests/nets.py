@@ -480,7 +480,7 @@ HOSTILE: dict[type[Hostile], set[str]] = {  # the methods by which each may be e
     WritesToABuffer: {"population"},
     DrawsFromTorch: {"population"},
     DrawsFromPython: {"population"},
-    ChangesItsInput: {"isolated"},
+    ChangesItsInput: {"population"},
     OverridesALayer: {"population"},
     HasHooks: {"population"},
     HasAParametrization: {"population"},

@@ -236,6 +236,22 @@ class HasAdapters(Net):
         return h
 
 
+class AdaptsByExperts(HasExperts):
+    def add_parts(self) -> None:
+        self.requires_grad_(False)
+        super().add_parts()
+
+
+class AddsInPlace(Net):
+    def add_parts(self) -> None:
+        self.frozen = nn.Linear(6, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.frozen(x)  # which is the same for all members
+        y += super().forward(x)
+        return y
+
+
 class AttendsFlexibly(Net):
     def add_parts(self) -> None:
         self.slopes = nn.Parameter(torch.tensor([0.5, 2.0]))
@@ -276,6 +292,8 @@ CLASSES: dict[type[Net], Plan] = {
     PrunesItsWeights: Plan(P, "population"),
     ParametrizesItsWeights: Plan(P, "population"),
     HasAdapters: Plan(P, "population"),
+    AdaptsByExperts: Plan(P, "population", looped=("layers.0", "layers.1")),
+    AddsInPlace: Plan(P, "population", private=True),
     IsCompiled: Plan(P, "population"),
     AttendsFlexibly: Plan(P, "population"),
 }

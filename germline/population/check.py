@@ -23,7 +23,7 @@ from germline.objective import Batch, seeded_generators
 from germline.optim.shaping import goodness
 from germline.population.block import Generation
 from germline.population.deployed import refuse_stale_tensors
-from germline.population.evaluator import Evaluator, refuse_changes, select_member
+from germline.population.evaluator import CHANGED_INPUT, Evaluator, refuse_changes, select_member
 from germline.population.flops import count_products
 from germline.population.outputs import map_output
 from germline.population.plan import METHODS, DType, Method, Plan, PlanChoice
@@ -199,6 +199,8 @@ class Trial:
         plan, module = evaluator.plan, self.plain.module
         if plan.one_by_one:
             return None
+        if not plan.renewed and str(error) == CHANGED_INPUT:
+            return replace(plan, renewed=True)
         if not plan.private and any(words in str(error) for words in SHARED_WRITES):
             return replace(plan, private=True)
         if plan.method != "population":
@@ -211,8 +213,8 @@ class Trial:
         is_torch = kind.__module__.startswith("torch.")  # its other layers of this kind may be very different
         alike = {name for name, part in module.named_modules() if name and type(part) is kind and not is_torch}
         looped = sorted({*plan.looped, *alike, names[-1]})
-        slots = [slot for slot in evaluator.genome.slots if any(slot.name.startswith(f"{name}.") for name in looped)]
-        if sum(slot.stop - slot.start for slot in slots) > LARGEST_LOOP * evaluator.genome.size:
+        parameters = {parameter for name in looped for parameter in module.get_submodule(name).parameters()}
+        if sum(p.numel() for p in parameters) > LARGEST_LOOP * sum(p.numel() for p in module.parameters()):
             return None
         return replace(plan, looped=tuple(looped))
 

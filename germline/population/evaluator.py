@@ -39,6 +39,7 @@ from germline.population.tape import Tape
 from germline.strategies.candidates import Candidates
 
 ALL_BLOCKS = slice(None)  # of the blocks of a population
+CHANGED_INPUT = "It changes its input, or the target, in place"
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ class Evaluator:
         """Return the module's outputs for each of the members: tensors with the members first."""
         batch, module = generation.batch, self.thread_copies.get()
         assert batch is not None
+        if self.plan.renewed:
+            batch = batch.copy()
         if self.plan.one_by_one:
             return combine_outputs(torch.stack, [self.member_output(generation, member) for member in members])
         buffers, template = self.copy_buffers(), None
@@ -303,7 +306,7 @@ def refuse_changes(batch: Batch | None) -> Iterator[None]:
     before = tensor_versions(batch)
     yield
     if tensor_versions(batch) != before:
-        raise RuntimeError("It changes its input, or the target, in place")
+        raise RuntimeError(CHANGED_INPUT)
 
 
 def tensor_versions(batch: Batch | None) -> list[int]:

@@ -282,18 +282,25 @@ class PrivateTensors(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and expand what it returns if it is a new tensor that all members share."""
+        if function in AUGMENTED:
+            return function(self.expand(args[0]), *args[1:])
         output = function(*args, **(kwargs or {}))
-        if function not in FACTORIES or type(output) is not torch.Tensor or self.block.single_member is not None:
-            return output
-        functorch = torch._C._functorch
-        if functorch.maybe_current_level() is None or functorch.is_batchedtensor(output):
-            return output
-        size = self.block.size
+        return self.expand(output) if function in FACTORIES else output
+
+    def expand(self, value: Any) -> Any:
+        """Return a tensor that all members share as one for each member, and any other value itself."""
+        functorch, size = torch._C._functorch, self.block.size
+        if type(value) is not torch.Tensor or self.block.single_member is not None:
+            return value
+        if functorch.maybe_current_level() is None or functorch.is_batchedtensor(value):
+            return value
         return self.block.call_once(
-            [output], lambda inputs, batched: [inputs[0].expand(size, *inputs[0].shape).clone()]
+            [value], lambda inputs, batched: [inputs[0].expand(size, *inputs[0].shape).clone()]
         )[0]
 
 
+# y += x binds y to what the method returns, so that y may be another tensor
+AUGMENTED = {getattr(torch.Tensor, f"__i{name}__") for name in ("add", "sub", "mul", "truediv")}
 FACTORIES = {getattr(torch, f"{name}{like}") for name in ("zeros", "ones", "empty", "full") for like in ("", "_like")}
 FACTORIES |= {getattr(torch.Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "full", "tensor")}
 FACTORIES |= {torch.clone, torch.Tensor.clone, torch.arange, torch.tensor, torch.eye, torch.Tensor.repeat}

@@ -49,7 +49,7 @@ class Plan:
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the arithmetic; float32 stands for the module's own types
     dropout: bool = False
     slices: int = 1  # parts of a batch whose gradients are computed separately and summed in order
-    renewed: bool = False  # whether each block begins with the module's first state, and the same random numbers
+    renewed: bool = False  # whether each block begins with the module's first state, inputs and random numbers
     private: bool = False  # whether members share no tensor that the module's code makes
     looped: tuple[str, ...] = ()  # the names of the parts of the module that are run for one member at a time
 
