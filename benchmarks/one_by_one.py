@@ -24,7 +24,7 @@ from germline.engine.session import Session
 from germline.fleet import Local
 from germline.machine import processor_name
 from germline.objective import Batch, Objective
-from germline.population import SlowPath, exact_arithmetic, make_evaluation_copy, single_threaded_torch
+from germline.population import SlowPath, make_evaluation_copy, single_threaded_torch
 from germline.strategies import OpenAIES
 
 
@@ -138,9 +138,8 @@ def measure(name: str, population: int, repeats: int, profile: bool) -> None:
     torch.manual_seed(0)
     module, x = NETS[name][0]().eval(), NETS[name][1]()
     batch = Batch.from_raw((x, torch.zeros(len(x))))
-    session = Session.create(
-        module, OpenAIES(population=population, sigma=0.01), Objective(score), Local("cpu", workers=1), 1
-    )
+    strategy, fleet = OpenAIES(population=population, sigma=0.01), Local("cpu", workers=1)
+    session = Session.create(module, strategy, Objective(score), fleet, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowPath)
         result = session.evaluate(0, batch)
@@ -152,8 +151,7 @@ def measure(name: str, population: int, repeats: int, profile: bool) -> None:
             float(score(plain(x)))
 
     def score_members() -> None:
-        with exact_arithmetic(evaluator.device):
-            evaluator.scores(candidates, population, batch)
+        fleet.executor.score_blocks(evaluator, candidates, population, batch)
 
     with torch.no_grad(), single_threaded_torch():
         pairs = [(time_thread(score_members), time_thread(score_plain)) for _ in range(1 + repeats)][1:]

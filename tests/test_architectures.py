@@ -22,6 +22,7 @@ from germline.genome import Genome, copy_module
 from germline.objective import Batch, Objective, seeded_generators
 from germline.population import Plan, SlowPath
 from germline.population.rules import RULES, Rule
+from germline.population.rules.layer import LayerCall
 from germline.strategies import OpenAIES
 
 P, SIZE = 12, 16
@@ -418,9 +419,14 @@ def test_the_rule_of_the_guide_computes_all_members() -> None:
     before = dict(RULES)
     exec(block, names)
     scale, calls = names["Scale"], list[int]()
+
+    def count_members(call: LayerCall) -> Any:
+        calls.append(call.block.size)
+        return names["scale"](call)
+
     try:
         assert RULES[scale].compute is names["scale"]
-        RULES[scale] = Rule(lambda call: (calls.append(call.block.size), names["scale"](call))[1])
+        RULES[scale] = Rule(count_members)
         module = nn.Sequential(nn.Linear(6, 3), nn.Tanh(), scale(3))
         session, batch = make_session(module)
         result = session.evaluate(0, batch)

@@ -170,7 +170,7 @@ class Evaluator:
         """Return the module's outputs for each of the members: tensors with the members first."""
         batch, module = generation.batch, self.thread_copies.get()
         assert batch is not None
-        if self.plan.renewed:
+        if self.plan.renewed or self.plan.private:
             batch = batch.copy()
         if self.plan.one_by_one:
             return combine_outputs(torch.stack, [self.member_output(generation, member) for member in members])
@@ -209,7 +209,9 @@ class Evaluator:
         """Return the buffers of each member, if members have private tensors, for the code that writes to them."""
         if not self.plan.private:
             return {}
-        return {name: buffer.expand(block.size, *buffer.shape).clone() for name, buffer in buffers.items()}
+        looped = tuple(f"{part}." for part in self.plan.looped)  # whose code sees one member after the other
+        some = ((name, buffer) for name, buffer in buffers.items() if not name.startswith(looped))
+        return {name: buffer.expand(block.size, *buffer.shape).clone() for name, buffer in some}
 
     def member_output(self, generation: Generation, member: int) -> Any:
         """Return the output of one member, from a plain module with its weights."""

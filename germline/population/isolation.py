@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from germline.genome import Genome, copy_module
 from germline.noise import ADDRESS_LIMIT, Field, Stream
-from germline.objective import seeded_generators
+from germline.objective import iterate_tensors, seeded_generators
 from germline.population.block import Block, current_block
 from germline.strategies.candidates import Candidates
 
@@ -281,26 +281,35 @@ class PrivateTensors(TorchFunctionMode):
         self.block = block
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function, and expand what it returns if it is a new tensor that all members share."""
-        if function in AUGMENTED:
-            return function(self.expand(args[0]), *args[1:])
+        """Call a function, and expand what it writes to or returns if that is a tensor that all members share."""
+        if is_in_place(function) and self.is_shared(args[0]) and not args[0]._is_view():
+            values = iterate_tensors([args[1:], kwargs or {}])
+            if not all(map(self.is_shared, values)):  # the tensor that the code refers to becomes another one
+                torch._C._swap_tensor_impl(args[0], self.expand(args[0]))
         output = function(*args, **(kwargs or {}))
-        return self.expand(output) if function in FACTORIES else output
+        return self.expand(output) if function in FACTORIES and self.is_shared(output) else output
 
-    def expand(self, value: Any) -> Any:
-        """Return a tensor that all members share as one for each member, and any other value itself."""
-        functorch, size = torch._C._functorch, self.block.size
+    def is_shared(self, value: Any) -> bool:
+        """Return whether a value is a tensor that all members share, in code that runs for all of them."""
+        functorch = torch._C._functorch
         if type(value) is not torch.Tensor or self.block.single_member is not None:
-            return value
-        if functorch.maybe_current_level() is None or functorch.is_batchedtensor(value):
-            return value
+            return False
+        return functorch.maybe_current_level() is not None and not functorch.is_batchedtensor(value)
+
+    def expand(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that all members share as one for each member."""
+        size = self.block.size
         return self.block.call_once(
-            [value], lambda inputs, batched: [inputs[0].expand(size, *inputs[0].shape).clone()]
+            [tensor], lambda inputs, batched: [inputs[0].expand(size, *inputs[0].shape).clone()]
         )[0]
 
 
-# y += x binds y to what the method returns, so that y may be another tensor
-AUGMENTED = {getattr(torch.Tensor, f"__i{name}__") for name in ("add", "sub", "mul", "truediv")}
+def is_in_place(function: Any) -> bool:
+    """Return whether a function writes to its first argument, by its name."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 FACTORIES = {getattr(torch, f"{name}{like}") for name in ("zeros", "ones", "empty", "full") for like in ("", "_like")}
 FACTORIES |= {getattr(torch.Tensor, f"new_{name}") for name in ("zeros", "ones", "empty", "full", "tensor")}
 FACTORIES |= {torch.clone, torch.Tensor.clone, torch.arange, torch.tensor, torch.eye, torch.Tensor.repeat}

@@ -108,10 +108,12 @@ def make_forward(rule: Rule, layer: Layer) -> Callable[..., Any]:
             second = DeferredCall(self, rule, layer, block, [], tree_flatten(((0,), {}))[1])
             return Pending.create(ChainedCall(first, first.epilogue, second))
         args, kwargs = materialize((args, kwargs))
-        bound = signature.bind(self, *args, **kwargs)
-        if not rule.applies(self, {name: value for name, value in bound.arguments.items() if name != "self"}):
-            return layer.kind.forward(self, *args, **kwargs)
-        call = DeferredCall(self, rule, layer, block, *tree_flatten((bound.args[1:], bound.kwargs)))
+        if rule.compute is not run_per_member:  # which passes on the arguments as they are: forward may be a wrapper
+            bound = signature.bind(self, *args, **kwargs)
+            if not rule.applies(self, {name: value for name, value in bound.arguments.items() if name != "self"}):
+                return layer.kind.forward(self, *args, **kwargs)
+            args, kwargs = bound.args[1:], bound.kwargs
+        call = DeferredCall(self, rule, layer, block, *tree_flatten((args, kwargs)))
         return Pending.create(call) if rule.takes_epilogue else call(())
 
     return forward
