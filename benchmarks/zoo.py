@@ -3,7 +3,7 @@
     python benchmarks/zoo.py                          every architecture of the installed packages (extra zoo)
     python benchmarks/zoo.py --package timm           those of one package; may be repeated
     python benchmarks/zoo.py --sample 60              a random sample of this many, over all packages
-    python benchmarks/zoo.py --jobs 2                 so many at the same time, by one thread each
+    python benchmarks/zoo.py --jobs 2                 two at the same time, by one thread each
     python benchmarks/zoo.py --out zoo.jsonl          keep the results as they come, and skip what the file already has
     python benchmarks/zoo.py --summary zoo.jsonl      the summary of a file
     python benchmarks/zoo.py --device cuda            on a GPU, in bfloat16 where that is chosen; paths as on the CPU?
