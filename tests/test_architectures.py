@@ -462,3 +462,30 @@ def test_a_fast_path_of_torch_that_changes_scores_is_reported() -> None:
         session.prepare(batch)
     session, batch = make_session(Encodes(nested=False))
     session.prepare(batch)  # a warning would be an error
+
+
+class NormsABatch(Net):
+    def add_parts(self) -> None:
+        self.norms = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = norm(x).relu() + x.flip(1)
+        return x
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_tiny_batches_are_evaluated_for_all_members_at_once(size: int) -> None:
+    """Norms by the statistics of two or three examples divide by differences that may be small."""
+    torch.manual_seed(0)
+    module = NormsABatch().train()
+    session, batch = make_session(module)
+    batch = batch.rows(0, size)
+    result = session.evaluate(0, batch)
+    assert session.scorer.chosen_plan.method == "population"
+    candidates = session.strategy.ask(session.state, session.noise, 0, result.values)
+    genome = Genome.from_module(module)
+    for member, expected in enumerate(result.scores):
+        genome.write(candidates.weights(np.array([member]), 0, genome.size)[0], module)
+        with torch.no_grad():
+            assert float(score(module(*batch.args), batch.target)) == pytest.approx(float(expected), rel=1e-4)
