@@ -53,7 +53,7 @@ def named(name: str, **settings: Any) -> Callable[[int], gl.Recipe]:
 
 
 def digits_by_accuracy(seed: int) -> gl.Recipe:
-    """Score the net of ``digits`` by its accuracy, as somebody would who does not want a loss."""
+    """Score the net of ``digits`` by its accuracy, as for a user who has no loss."""
     return replace(make_recipe("digits", {"batch_size": "128"}, seed), loss=None, score=accuracy)
 
 

@@ -35,7 +35,7 @@ def grid(task: Task) -> dict[str, AnyStrategy]:
     """Return the settings of a sweep."""
     own = task.build(0).strategy
     settings: dict[str, AnyStrategy] = {}
-    if own != gl.OpenAIES():  # otherwise it has none of its own
+    if own != gl.OpenAIES():  # else the task names no settings
         settings["recipe"] = own
     for sigma in SIGMAS:
         for ratio in RATIOS:

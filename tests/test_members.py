@@ -214,22 +214,22 @@ def test_tell_is_step_and_train(name: str, tmp_path: Path) -> None:
     result = gl.train(make(), (x, y), loss=F.mse_loss, strategy=strategy, generations=5, run=tmp_path / "run", seed=4)
     records = list(Journal.open(tmp_path / "run").records())
     stepped = gl.Search(make(), strategy, loss=F.mse_loss, seed=4)
-    told = gl.Search(make(), strategy, seed=4, run=tmp_path / "told")
+    asked = gl.Search(make(), strategy, seed=4, run=tmp_path / "asked")
     for record in records[:3]:
         np.testing.assert_array_equal(stepped.step(x, y), record.result.scores)
-        outputs = told.ask()(x)
+        outputs = asked.ask()(x)
         scores = (outputs - y).square().mean((1, 2))
         np.testing.assert_allclose(scores, record.result.scores, rtol=1e-4)
-        told.tell(record.result.scores)
-    told._session.require_journal().close()
-    resumed = gl.Search(make(), strategy, seed=99, resume=tmp_path / "told")
+        asked.tell(record.result.scores)
+    asked._session.require_journal().close()
+    resumed = gl.Search(make(), strategy, seed=99, resume=tmp_path / "asked")
     for record in records[3:]:
         stepped.step(x, y)
         resumed.tell(record.result.scores.tolist())
     hashes = {theta_sha256(search._session.state.theta) for search in (stepped, resumed)}
     assert hashes == {result.summary["theta_sha256"]}
     given = strategy if name == "openai-es, torch scheduler" else None
-    session = opening.open_for_replay(Journal.open(tmp_path / "told"), given)
+    session = opening.open_for_replay(Journal.open(tmp_path / "asked"), given)
     assert verify(session)["theta_sha256"] in hashes
 
 

@@ -71,7 +71,7 @@ def test_shards_are_shaped_without_each_other() -> None:
 
 
 def test_zscores_are_those_of_the_finite_scores() -> None:
-    """By hand: mean 2 and standard deviation 1 of (1, 3); what is not finite is the worst."""
+    """Check by hand: (1, 3) has a mean of 2 and a standard deviation of 1, and what is not finite is the worst."""
     for worst in (NAN, INF, -INF):
         scores = np.array([1.0, worst, 3.0], np.float32)
         assert (zscores(scores, maximize=True) / ONE).tolist() == [-1.0, -CLIP / ONE, 1.0]
