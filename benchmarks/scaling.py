@@ -103,7 +103,7 @@ def draw_efficiencies(
         from matplotlib.lines import Line2D
         from matplotlib.ticker import NullLocator
     except ImportError:
-        raise BadInput("A figure needs matplotlib: pip install 'germline[report]'.") from None
+        raise BadInput("A figure needs matplotlib: pip install matplotlib.") from None
     styles: tuple[Any, ...] = ("-", "--", ":", "-.")
     curves = {
         mode: curve

@@ -75,7 +75,15 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
     assert (summary["generations"], summary["evaluations"], summary["stopped_by"]) == (15, 240, "generations")
     assert summary["run"] == "runs/one"
     run = here / "runs" / "one"
-    names = {"journal.sqlite", "journal.end", "snapshots", "model.safetensors", "report.html", "curves.csv"}
+    names = {
+        "journal.sqlite",
+        "journal.end",
+        "snapshots",
+        "model.safetensors",
+        "report.html",
+        "curves.csv",
+        "predictions.json",
+    }
     assert {file.name for file in run.iterdir()} == names
     page = (run / "report.html").read_text()
     assert "own.py" in page

@@ -346,5 +346,5 @@ def test_the_figure_has_efficiencies_with_and_without_a_limit(strategy: AnyStrat
 
 def test_without_matplotlib_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BadInput, match=r"A figure needs matplotlib: pip install 'germline\[report\]'\."):
+    with pytest.raises(BadInput, match=r"A figure needs matplotlib: pip install matplotlib\."):
         draw_efficiencies(LARGE, OpenAIES(), MILLIONS)

@@ -27,14 +27,15 @@ from germline.engine.best import lower_is_better
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, write_atomically
 from germline.errors import BadInput
-from germline.reporting.report import draw_figure, render_page, render_table
+from germline.reporting.page import CONTROLS, Charts, render_page, render_table
 
 ABOUT = "about.json"  # the file that says what a folder compares
 POINTS = 200  # of a curve
 AXES = {
-    "total_seconds": "seconds of session",
+    "total_seconds": "seconds of training",
     "total_passes": "forward passes of a batch (a backward pass is two)",
     "total_samples": "samples",
+    "generation": "generations",
 }
 MEDIANS = ("seconds", "generations", "samples", "peak_memory_bytes", "bytes_sent")
 INTERRUPTED = 130  # exit code
@@ -328,38 +329,41 @@ def write_comparison(trials: Sequence[Trial], metric: str, file: Path, title: st
     """
     rows = summarize(trials, metric)
     seeds = len({trial.seed for trial in trials})
-    body = [f"<h1>{html.escape(title)}</h1>", render_table(column_names(metric), [format_row(row) for row in rows])]
-    body += [f"<p>{explain_table(seeds)}</p>", draw_curves(trials, metric)]
+    table = render_table(column_names(metric), [format_row(row) for row in rows], "numeric")
+    body = [f"<h1>{html.escape(title)}</h1>", table]
+    charts = Charts(AXES)
+    names = sorted({key for trial in trials for row in trial.rows for key in row if key.startswith(("dev_", "test_"))})
+    others = [name for name in names if name != metric]
+    drawn = "".join(draw_curves(trials, name, charts) for name in (metric, *others))
+    body += [f"<p class=quiet>{explain_table(seeds)}</p>", CONTROLS, f"<div class=charts>{drawn}</div>"]
     commands = [[trial.path.name, trial.command] for trial in trials if trial.outcome is not None]
     body += ["<h2>The commands that repeat it</h2>", render_table(["run", "command"], commands)]
-    write_atomically(file, render_page(title, body))
+    write_atomically(file, render_page(title, body, charts))
     write_atomically(file.with_suffix(".json"), json.dumps({"metric": metric, "rows": rows}, indent=1).encode())
     return rows
 
 
-def draw_curves(trials: Sequence[Trial], metric: str) -> str:
-    """Return the metric against time, passes and samples: medians of the seeds, with a band between quartiles."""
-
-    def draw(axes: Any) -> None:
-        for axis, (along, label) in zip(axes[0], AXES.items(), strict=True):
-            for name, group in group_by_variant(trials).items():
-                lines = [line for trial in group if (line := curve_points(trial, metric, along))]
-                if lines:
-                    x, low, middle, high = quartile_band(lines)
-                    axis.plot(x, middle, label=name, lw=1.3)
-                    axis.fill_between(x, low, high, alpha=0.2)
-            axis.set(xlabel=label, ylabel=metric.replace("_", " "))
-        if axes[0][0].lines:  # a run may be too short to be measured
-            axes[0][0].legend(fontsize=8)
-
-    return draw_figure(draw, (13, 4.2), 1, len(AXES))
+def draw_curves(trials: Sequence[Trial], metric: str, charts: Charts) -> str:
+    """Return the chart of the metric: medians of the seeds, with a band between quartiles."""
+    series: list[dict[str, Any]] = []
+    for name, group in group_by_variant(trials).items():
+        lines = {along: [line for one in group if (line := curve_points(one, metric, along))] for along in AXES}
+        if all(lines.values()):  # a run may be too short to be measured
+            tables = {
+                along: charts.add_table(dict(zip((along, "low", "median", "high"), quartile_band(drawn), strict=True)))
+                for along, drawn in lines.items()
+            }
+            band = {"band": ["low", "high"]} if len(group) > 1 else {}
+            series.append({"label": name, "y": "median", "tables": tables, "color": len(series), **band})
+    return charts.add_chart(metric.replace("_", " "), series)
 
 
 def curve_points(trial: Trial, metric: str, along: str) -> list[tuple[float, float]]:
     """Return a metric as it was measured during a run; a metric that is only measured at the end has no points."""
-    factor = 1 / trial.batch if along == "total_passes" else 1.0
-    key = "total_samples" if along == "total_passes" else along
-    return [(row[key] * factor, row[metric]) for row in trial.rows if metric in row]
+    measured = [row for row in trial.rows if math.isfinite(row.get(metric, math.nan))]
+    if along == "total_passes":
+        return [(row["total_samples"] / trial.batch, row[metric]) for row in measured]
+    return [(row[along] + (along == "generation"), row[metric]) for row in measured]
 
 
 def quartile_band(lines: Sequence[Sequence[tuple[float, float]]]) -> tuple[Any, Any, Any, Any]:

@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -20,12 +21,15 @@ from germline.errors import BadInput
 from germline.fleet import Cluster
 from germline.fleet.cluster.backend import parse_address
 from germline.fleet.cluster.crew import RemoteWorker
+from germline.reporting.page import Charts, render_page
+from germline.reporting.progress import format_time, time_left
+from germline.reporting.report import choose_rows, is_metric
 
-POINTS = 500  # of a curve
+POINTS = 300  # of a curve
 CONNECTIONS = 32  # at a time
 PATIENCE = 10.0  # seconds for a request
 SILENCE = 8.0  # seconds after which a worker that owes an answer is called silent
-PAGE = resources.files("germline.cli").joinpath("status.html").read_text(encoding="utf-8")
+BODY = resources.files("germline.cli").joinpath("status.html").read_text(encoding="utf-8")
 
 
 class Status:
@@ -53,14 +57,19 @@ class Status:
         """Return everything that the page shows."""
         session, fleet = self.session, self.fleet
         rows = list(session.history) if session is not None else []
-        step = -(-len(rows) // POINTS) or 1
         metrics = dict(session.metrics) if session is not None else {}
         generation = session.generation if session is not None else 0
-        numbers: dict[str, Any] = {"generations": generation}
+        of_all = f" of {self.stop.generations}" if self.stop.generations is not None else ""
+        numbers: dict[str, Any] = {"generations": f"{generation}{of_all}"}
+        left = time_left(session, self.stop, 1 / self.rate()) if session is not None and self.rate() else None
+        numbers |= {"left": format_time(left)} if left is not None else {}
         if rows:
             numbers |= {"best score": f"{rows[-1]['best']:.4g}", "mean score": f"{rows[-1]['mean']:.4g}"}
         numbers |= {"generations a second": f"{self.rate():.2f}"}
-        numbers |= {name.replace("_", " "): f"{value:.4f}" for name, value in metrics.items() if "accuracy" in name}
+        numbers |= {
+            name.replace("_", " "): f"{value:.4f}" for name, value in metrics.items() if name.startswith("dev_")
+        }
+        has_limit = self.stop.generations is not None or self.stop.seconds is not None
         return {
             "recipe": self.recipe,
             "strategy": session.strategy.name if session is not None else "",
@@ -68,9 +77,10 @@ class Status:
             "address": fleet.backend.address,
             "generation": generation,
             "generations_per_second": self.rate(),
+            "part_done": session.part_used if session is not None and has_limit else None,
             "numbers": numbers,
             "metrics": metrics,
-            "curve": [{key: row[key] for key in ("generation", "best", "mean")} for row in rows[::step]],
+            "charts": draw_charts(rows),
             "workers": describe_workers(fleet),
             "turned_away": fleet.admission.refusals[-5:],
         }
@@ -86,6 +96,8 @@ class Status:
         """Return the table of workers for a terminal."""
         table = Table("worker", "device", "machine", "state", "members/s", "share", "sent", "received", box=None)
         for w in describe_workers(self.fleet):
+            if w["is_gone"]:
+                continue
             numbers = (f"{w['members_per_second']:.0f}", f"{100 * w['share']:.0f} %")
             traffic = (f"{w['bytes_sent']:,}", f"{w['bytes_received']:,}")
             table.add_row(*map(Text, (w["name"], w["device"], w["machine"], w["state"], *numbers, *traffic)))
@@ -98,7 +110,7 @@ class Status:
             BadInput: The address cannot be used.
         """
         host, port = parse_address(address)
-        status = self
+        status, page = self, render_page("germline", [BODY], Charts({}))
 
         class Handler(BaseHTTPRequestHandler):
             timeout = PATIENCE
@@ -107,12 +119,13 @@ class Status:
                 if not is_own_name(self.headers.get("Host", ""), host):
                     self.send_error(421, "This page is not served under that name")
                     return
-                pages = {"/": ("text/html; charset=utf-8", PAGE), "/status.json": ("application/json", None)}
-                if self.path not in pages:
+                if self.path == "/":
+                    kind, content = "text/html; charset=utf-8", page
+                elif self.path == "/status.json":
+                    kind, content = "application/json", json.dumps(replace_nonfinite(status.snapshot())).encode()
+                else:
                     self.send_error(404)
                     return
-                kind, text = pages[self.path]
-                content = (text or json.dumps(replace_nonfinite(status.snapshot()))).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(content)))
@@ -178,25 +191,49 @@ def is_own_name(name: str, host: str) -> bool:
     return name in ("localhost", host)
 
 
+def draw_charts(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the charts of the page: scores, and metrics of dev once there are any."""
+    charts, drawn = Charts({"generation": "generations"}), choose_rows(rows, POINTS)
+    columns = {key: [row.get(key) for row in drawn] for row in drawn for key in row}
+    if drawn:
+        spread = [(row["mean"], row["spread"]) for row in drawn]
+        ends = {"low": [mean - by for mean, by in spread], "high": [mean + by for mean, by in spread]}
+        table = charts.add_table({**columns, **ends, "generation": [row["generation"] + 1 for row in drawn]})
+        names = [key for key in sorted(columns) if is_metric(key) and key.startswith("dev_")]
+        charts.add_chart("scores", [draw_series("mean", table, 0, band=["low", "high"]), draw_series("best", table, 1)])
+        if names:
+            charts.add_chart("metrics", [draw_series(name, table, color) for color, name in enumerate(names)])
+    return {"axes": charts.axes, "tables": charts.tables, "charts": charts.charts}
+
+
+def draw_series(column: str, table: int, color: int, **more: Any) -> dict[str, Any]:
+    """Return a series of a chart along the generations."""
+    return {"label": column.replace("_", " "), "y": column, "tables": {"generation": table}, "color": color, **more}
+
+
 def describe_workers(fleet: Cluster) -> list[dict[str, Any]]:
-    """Return what people want to know of each worker of a cluster."""
+    """Return what people want to know of each worker of a cluster, those that are gone included."""
     workers, generation = list(fleet.crew.workers.values()), fleet.coordinator.generation
+    departed = list(fleet.admission.departed.values())
     total = sum(worker.rate for worker in workers if worker.is_useful(generation)) or 1.0
+    states = [(worker, describe_state(worker, generation), False) for worker in workers]
+    states += [(worker, f"left {format_time(time.monotonic() - since)} ago", True) for worker, since in departed]
     return [
         {
             "name": worker.name,
             "device": worker.about.get("device"),
             "machine": worker.about.get("machine"),
-            "state": describe_state(worker, generation),
-            "members_per_second": fleet.block * worker.rate,
-            "share": worker.rate / total if worker.is_useful(generation) else 0.0,
+            "state": state,
+            "is_gone": is_gone,
+            "members_per_second": 0.0 if is_gone else fleet.block * worker.rate,
+            "share": worker.rate / total if worker.is_useful(generation) and not is_gone else 0.0,
             "busy_seconds": worker.busy_seconds,
             "answers": worker.answers,
             "pieces": worker.pieces,
             "bytes_sent": worker.received,
             "bytes_received": worker.sent,
         }
-        for worker in workers
+        for worker, state, is_gone in states
     ]
 
 

@@ -1,10 +1,9 @@
-"""Images with classes: scikit-learn's digits, MNIST, CIFAR-10, and synthetic ones."""
+"""Images with classes: small handwritten digits, MNIST, CIFAR-10, and synthetic ones."""
 
 import gzip
 import itertools
 import lzma
-from importlib.util import find_spec
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from numpy.typing import NDArray
 from germline.data import fetch
 from germline.data.fetch import HOW_TO_PROVIDE, PUBLISHED, Bytes, MissingDataError, read_checked
 from germline.data.splits import Part, Splits
-from germline.errors import BadInput
 from germline.noise import Field, Stream
 from germline.objective import split
 
@@ -33,9 +31,9 @@ CELL = 4  # pixels across of the cells that patterns are made of
 
 
 def load_digits() -> Splits:
-    """Return scikit-learn's 1,797 handwritten digits of 8 x 8 pixels from 0 to 1: 60 % train, 20 % dev, 20 % test.
+    """Return 1,797 handwritten digits of 8 x 8 pixels from 0 to 1: 60 % train, 20 % dev, 20 % test.
 
-    They come with scikit-learn: nothing is downloaded.
+    They come with this package (digits.txt names their source): nothing is downloaded.
     """
     rows = read_digits()
     x = torch.tensor(rows[:, :-1] / 16.0, dtype=torch.float32)
@@ -44,21 +42,10 @@ def load_digits() -> Splits:
     return Splits(train, dev, test)
 
 
-def read_digits() -> NDArray[np.float64]:
-    """Return the pixels of each digit, from 0 to 16, and its class.
-
-    They are read from a file of scikit-learn, which takes a second to import.
-    """
-    spec = find_spec("sklearn")
-    if spec is None or not spec.submodule_search_locations:
-        raise BadInput("The digits come with scikit-learn, which is not installed: pip install scikit-learn.")
-    file = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    if file.is_file():
-        return np.loadtxt(file, delimiter=",")
-    from sklearn import datasets
-
-    bunch = datasets.load_digits()
-    return np.column_stack([bunch.data, bunch.target])
+def read_digits() -> Bytes:
+    """Return the pixels of each digit, from 0 to 16, and its class."""
+    content = lzma.decompress(resources.files("germline.data").joinpath("digits.xz").read_bytes())
+    return np.frombuffer(content, np.uint8).reshape(-1, 65)
 
 
 def load_mnist(*, download: bool = True) -> Splits:

@@ -56,7 +56,7 @@ def read_archive(archive: bytes) -> list[Bytes]:
     try:
         from PIL import Image
     except ImportError as error:
-        message = "Pillow, which reads images, is not installed: pip install 'germline[report]'"
+        message = "Pillow, which reads images, is not installed: pip install 'germline[images]'"
         raise BadInput(f"{message}, or {HOW_TO_PROVIDE}.") from error
     images: dict[str, Bytes] = {}
     masks: dict[str, list[str]] = {}

@@ -10,11 +10,18 @@ def format_metric(name: str, value: float | None) -> str:
     >>> format_metric("dev_accuracy", 0.97833), format_metric("test_loss", None), format_metric("dev_mse", 123456.7)
     ('dev accuracy 0.9783', 'test loss nan', 'dev mse 1.235e+05')
     """
+    return f"{name.replace('_', ' ')} {format_number(value)}"
+
+
+def format_number(value: float | None, digits: int = 4) -> str:
+    """Return a number with some digits after the point, or in scientific notation if it is large.
+
+    >>> format_number(0.97833), format_number(None), format_number(123456.7), format_number(3.0, 1)
+    ('0.9783', 'nan', '1.235e+05', '3.0')
+    """
     if value is None or not math.isfinite(value):
-        number = "nan" if value is None else f"{value}"
-    else:
-        number = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
-    return f"{name.replace('_', ' ')} {number}"
+        return "nan" if value is None else f"{value}"
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
 def format_metrics(metrics: Mapping[str, float | None], separator: str = "  ") -> str:

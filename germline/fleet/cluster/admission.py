@@ -20,6 +20,7 @@ from germline.version import __version__
 PADS = (0, 0, 1 << 16, 1 << 20)
 FAST = 8e6  # bytes per second
 REFUSALS = 100  # that are remembered
+DEPARTED = 20  # workers that are remembered after they have left
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of scores of unlike machines
 FAR = 50.0  # times the tolerance, for single members
 
@@ -55,12 +56,14 @@ class Admission:
         known: All workers that are there, let in or not.
         invitation: The run that they may join; None before there is one.
         refusals: Who was turned away, and why.
+        departed: Workers that were let in and are gone, by name, and when they were missed.
     """
 
     crew: Crew
     known: dict[str, RemoteWorker] = field(default_factory=dict)
     invitation: Invitation | None = None
     refusals: list[str] = field(default_factory=list)
+    departed: dict[str, tuple[RemoteWorker, float]] = field(default_factory=dict)
 
     def greet(self, address: str) -> None:
         """Ask a worker that has joined the cluster who it is."""
@@ -87,6 +90,7 @@ class Admission:
         elif head.get("op") == "ready" and self.invitation is not None and head.get("run") == self.invitation.run:
             self._check_ready(worker, message, self.invitation)
             self.crew.workers[worker.address] = worker
+            self.departed.pop(worker.name, None)
             self.crew.say(f"worker {worker.name} has joined: {worker.about['device']}, {worker.about['machine']}")
             return True
         return False
@@ -143,9 +147,11 @@ class Admission:
         self.crew.say(f"worker {worker.name} is turned away: {reason}")
 
     def forget(self, worker: RemoteWorker) -> None:
-        """Forget a worker that is gone."""
+        """Forget a worker that is gone, but for its name and what it has done."""
         self.known.pop(worker.address, None)
-        self.crew.workers.pop(worker.address, None)
+        if self.crew.workers.pop(worker.address, None) is not None:
+            recent = [*self.departed.items()][-DEPARTED:]
+            self.departed = {**dict(recent), worker.name: (worker, time.monotonic())}
 
 
 def check_about(head: Head) -> Head:
