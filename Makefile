@@ -5,7 +5,7 @@ installed := $(if $(filter .venv/bin/python,$(PYTHON)),.venv/installed)
 export PIP_CONSTRAINT = $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: train test test-all test-gpu check format clean
+.PHONY: train test test-all test-gpu check docs format clean
 
 train: $(installed)
 	$(if $(installed),.venv/bin/germline,$(PYTHON) -m germline) train digits --baseline
@@ -28,6 +28,14 @@ check: $(installed)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -c "from importlinter.cli import lint_imports_command as run; run()"
+
+# Builds the site in site/; a warning, such as a link that leads nowhere, is an error.
+docs: $(if $(installed),.venv/docs-installed)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+
+.venv/docs-installed: .venv/installed
+	.venv/bin/python -m pip install --quiet --editable ".[docs]"
+	touch $@
 
 format: $(installed)
 	$(PYTHON) -m ruff check --fix .

@@ -90,8 +90,10 @@ def translate_header_errors(run: str) -> Iterator[None]:
 
 
 def check_parts(header: Mapping[str, Any], run: str) -> None:
-    """Raise an error if the layout or the plan of a header is none that a run has written."""
+    """Raise an error if the layout, the plan or the settings of a header are none that a run has written."""
     with translate_header_errors(run):
+        for name in ("settings", "recipe_settings", "stop", "versions"):
+            header[name].items()
         Genome.from_description(header["layout"])
         METHODS[Plan(**header["plan"]).method]
 

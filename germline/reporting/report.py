@@ -18,7 +18,7 @@ from germline.engine.journal import Journal, write_atomically
 from germline.engine.session import Session
 from germline.population import METHODS, Plan
 from germline.reporting.numbers import format_number, preferred_metric
-from germline.reporting.page import CONTROLS, Charts, render_page, render_table
+from germline.reporting.page import CONTROLS, Charts, render_page, render_table, round_number
 from germline.reporting.predictions import render_predictions, write_predictions
 from germline.reporting.svg import Curve, draw_axes
 from germline.strategies import STRATEGIES, class_path
@@ -153,7 +153,7 @@ def is_metric(name: str) -> bool:
 
 def find_best_row(rows: Sequence[Row], metric: str | None) -> tuple[str, Row] | None:
     """Return a metric of dev and the generation at which it was best, or None if it was never measured."""
-    measured = [row for row in rows if metric is not None and math.isfinite(row.get(metric, math.nan))]
+    measured = [row for row in rows if metric is not None and round_number(row.get(metric)) is not None]
     if not measured or metric is None:
         return None
     best = min if lower_is_better(metric) else max
@@ -270,10 +270,8 @@ def render_settings(header: Mapping[str, Any]) -> str:
     limits = {key: value for key, value in header["stop"].items() if value is not None}
     plan = Plan(**header["plan"])
     rows = [["seed", header["seed"]], ["parameters", sum(math.prod(shape) for _, shape, _, _ in header["layout"])]]
-    rows += [
-        ["batch size", header["batch_size"]],
-        ["limits", ", ".join(f"{key} {value}" for key, value in limits.items()) or "none"],
-    ]
+    rows += [["batch size", header["batch_size"]]]
+    rows += [["limits", ", ".join(f"{key} {value}" for key, value in limits.items()) or "none"]]
     rows += [["evaluation", f"{METHODS[plan.method]}, blocks of {plan.block}, {plan.dtype}"]]
     rows += [["versions", ", ".join(f"{name} {version}" for name, version in header["versions"].items())]]
     changed = render_table(["setting", "value", "default"], own) if own else "<p>All settings are the defaults.</p>"
