@@ -13,7 +13,12 @@ function showCharts(page) {
     const size = Math.abs(v);
     return size >= 1e6 || (size > 0 && size < 1e-3) ? v.toExponential(2) : String(+v.toPrecision(5));
   };
-  const tick = v => v == null ? "" : Math.abs(v) >= 1e5 ? v.toExponential(0).replace("e+", "e") : String(+v.toPrecision(6));
+  const units = [[1e9, "G"], [1e6, "M"], [1e4, "k"]];
+  const tick = v => {
+    if (v == null) return "";
+    const [, unit] = units.find(([least]) => Math.abs(v) >= least) || [1, ""];
+    return +(v / { G: 1e9, M: 1e6, k: 1e3, "": 1 }[unit]).toPrecision(6) + unit;
+  };
   const drawable = values => chosen.log ? values.map(v => v > 0 ? v : null) : values;
 
   function columns(chart) {  // one array of x, then those of the series: y, and the ends of a band

@@ -124,7 +124,8 @@ def add_outcome(rows: Sequence[Row], outcome: Mapping[str, Any]) -> Sequence[Row
     """Return the generations with the metrics that were measured at the end, where these are of the last one."""
     if not rows or not outcome.get("generations") == outcome.get("kept_generation") == len(rows):
         return rows
-    measured = {key: value for key, value in outcome["metrics"].items() if value is not None}
+    splits = ("dev_", "test_", "center_")  # train is not measured before the end
+    measured = {key: value for key, value in outcome["metrics"].items() if value is not None and key.startswith(splits)}
     return [*rows[:-1], {**measured, **rows[-1]}]
 
 
