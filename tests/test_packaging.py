@@ -1,4 +1,4 @@
-"""What is published: the sdist and the wheel, their metadata, the pages, and the drawings."""
+"""Builds and tries what is published: the sdist and the wheel, their metadata, the pages, and the drawings."""
 
 import os
 import re

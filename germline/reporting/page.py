@@ -89,7 +89,7 @@ def render_page(title: str, body: Sequence[str], charts: Charts | None = None) -
 
 
 def render_table(header: Sequence[str], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
-    """Return an HTML table, which scrolls by itself where it is wider than the screen."""
+    """Return an HTML table, in a box that scrolls where the table is wider than the screen."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     lines = ["<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows]
     return f"<div class=wide><table class='{kind}'><tr>{head}</tr>{''.join(lines)}</table></div>"

@@ -1,4 +1,4 @@
-"""What a trained model predicts for examples that it was not trained on: classes, masks of images, or numbers."""
+"""Shows what a trained model predicts for examples of test or dev: classes, masks of images, or numbers."""
 
 import base64
 import html
