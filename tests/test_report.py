@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ from torch import nn
 
 import germline as gl
 from germline.cli.comparison import Trial, Variant, write_comparison
-from germline.cli.status import draw_charts
+from germline.cli.status import Status, draw_charts
+from germline.engine.follower import Follower
+from germline.engine.history import Row
+from germline.engine.session import Session
+from germline.engine.stopping import Stop
 from germline.objective import Batch
-from germline.recipes import make_recipe
 from germline.reporting.page import Charts, render_page
 from germline.reporting.predictions import describe_predictions, draw_masks, encode_png
 from germline.reporting.report import choose_rows, read_run, write_report
+from tests.test_cluster import make_digits, open_cluster, train
 
 GENERATIONS = 25
 
@@ -96,7 +101,7 @@ def test_several_runs_are_columns_or_lines(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_thinned_and_keeps_its_last_points() -> None:
-    rows = [{"generation": i} | ({"dev_loss": 1.0} if i % 10 == 9 else {}) for i in range(25_003)]
+    rows: list[Row] = [{"generation": i} | ({"dev_loss": 1.0} if i % 10 == 9 else {}) for i in range(25_003)]
     chosen = choose_rows(rows)
     numbers = [row["generation"] for row in chosen]
     assert len(chosen) < 2100
@@ -149,12 +154,12 @@ def test_forecasts_keep_their_order_and_other_numbers_are_sorted() -> None:
 def test_a_comparison_draws_medians_along_every_axis(tmp_path: Path) -> None:
     trials = []
     for seed, values in enumerate(([0.2, 0.6], [0.4, 0.8], [0.6, 1.0])):
-        rows = [
+        rows: list[Row] = [
             {"generation": g, "total_seconds": 1.0 + g, "total_samples": 50 * (g + 1), "dev_accuracy": value}
             for g, value in enumerate(values)
         ]
-        outcome = {"seconds": 2.0, "generations": 2, "samples": 100, "peak_memory_bytes": 1, "bytes_sent": 0}
-        outcome |= {"metrics": {"dev_accuracy": values[1]}}
+        outcome: dict[str, Any] = {"seconds": 2.0, "generations": 2, "samples": 100, "peak_memory_bytes": 1}
+        outcome |= {"bytes_sent": 0, "metrics": {"dev_accuracy": values[1]}}
         trials.append(Trial(Variant("es", ()), seed, tmp_path, outcome, rows, batch=10))
     write_comparison(trials, "dev_accuracy", tmp_path / "report.html", "a title")
     content = chart_data((tmp_path / "report.html").read_text())
@@ -175,5 +180,26 @@ def test_the_status_page_draws_scores_before_there_are_metrics() -> None:
     assert len(draw_charts([row | {"dev_loss": 1.0}])["charts"]) == 2
 
 
-def test_a_recipe_of_a_simulator_has_no_predictions() -> None:
-    assert make_recipe("cartpole", {}, 0).data is None
+def test_the_status_page_remembers_workers_that_have_left(tmp_path: Path) -> None:
+    with open_cluster() as cluster:
+        cluster.add_before_training(Follower, Follower)
+        page = Status(cluster.fleet, "digits", Stop(generations=12))
+
+        def lose_a_worker(session: Session, row: Row) -> None:
+            page(session, row)
+            if row["generation"] == 3:
+                cluster.run(cluster.workers[0].server.close(timeout=2))
+                until = time.monotonic() + 60
+                while len(cluster.fleet.crew.workers) > 1:
+                    assert time.monotonic() < until, cluster.lines
+                    cluster.fleet.coordinator.take_events(0.1)
+
+        train(make_digits(), cluster.fleet, tmp_path / "run", 12, lose_a_worker)
+        content, table = page.snapshot(), page.table()
+    workers = {worker["name"]: worker for worker in content["workers"]}
+    assert [workers[name]["is_gone"] for name in ("worker-0", "worker-1")] == [True, False]
+    assert re.fullmatch(r"left \d:\d\d ago", workers["worker-0"]["state"])
+    assert workers["worker-1"]["share"] == 1.0
+    assert (content["numbers"]["generations"], content["numbers"]["left"]) == ("12 of 12", "0:00")
+    assert content["part_done"] == 1.0
+    assert table.row_count == 1

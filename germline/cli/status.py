@@ -200,9 +200,10 @@ def draw_charts(rows: Sequence[Row]) -> dict[str, Any]:
         ends = {"low": [mean - by for mean, by in spread], "high": [mean + by for mean, by in spread]}
         table = charts.add_table({**columns, **ends, "generation": [row["generation"] + 1 for row in drawn]})
         names = [key for key in sorted(columns) if is_metric(key) and key.startswith("dev_")]
-        charts.add_chart("scores", [draw_series("mean", table, 0, band=["low", "high"]), draw_series("best", table, 1)])
-        if names:
-            charts.add_chart("metrics", [draw_series(name, table, color) for color, name in enumerate(names)])
+        scores = [draw_series("mean", table, 0, band=["low", "high"]), draw_series("best", table, 1)]
+        metrics = [draw_series(name, table, color) for color, name in enumerate(names)]
+        drawings = {"scores": scores, "metrics": metrics}
+        charts.charts = [{"title": title, "series": series} for title, series in drawings.items() if series]
     return {"axes": charts.axes, "tables": charts.tables, "charts": charts.charts}
 
 
