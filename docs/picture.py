@@ -16,7 +16,7 @@ from germline.recipes import make_recipe
 from germline.strategies import Gradient
 
 PANELS = (  # recipe, seconds, title, names of the curves
-    ("threshold-digits", 14.0, "neurons that are on or off", ("OpenAI-ES", "backprop: the last layer alone")),
+    ("threshold-digits", 20.0, "neurons that are on or off", ("OpenAI-ES", "backprop: the last layer alone")),
     ("digits", 6.0, "tanh: backprop is faster", ("OpenAI-ES, scores alone", "backprop (Adam)")),
 )
 
@@ -28,7 +28,7 @@ def curve(name: str, strategy: str, seconds: float, directory: Path) -> list[tup
         recipe = dataclasses.replace(recipe, strategy=recipe.others.get(strategy, Gradient()))
     session = opening.start(recipe, directory / name / strategy, seed=0, fleet=Local("cpu"), about={})
     loop.run(session, Stop(seconds=seconds))
-    return [(row["total_seconds"], row["dev_accuracy"]) for row in session.history if "dev_accuracy" in row]
+    return [(row["total_seconds"], row["dev_accuracy"]) for row in session.rows() if "dev_accuracy" in row]
 
 
 def main() -> None:
