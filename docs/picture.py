@@ -16,7 +16,7 @@ from germline.recipes import make_recipe
 from germline.strategies import Gradient
 
 PANELS = (  # recipe, seconds, title, names of the curves
-    ("threshold-digits", 20.0, "neurons that are on or off", ("OpenAI-ES", "backprop: the last layer alone")),
+    ("threshold-digits", 45.0, "neurons that are on or off", ("OpenAI-ES", "backprop: the last layer alone")),
     ("digits", 6.0, "tanh: backprop is faster", ("OpenAI-ES, scores alone", "backprop (Adam)")),
 )
 

@@ -62,7 +62,18 @@ def test_what_is_published_installs_and_trains(tmp_path: Path) -> None:
     required = {one.name for one in parsed.requires_dist or () if one.marker is None}
     assert required == {"numba", "numpy", "rich", "safetensors", "torch", "typer"}
     target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
     subprocess.run(pip, check=True)
     words = ["train", "digits", "--generations", "11", "--runs", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(target)}
