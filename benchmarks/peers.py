@@ -23,7 +23,9 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -309,10 +311,12 @@ def peer(name: str, work: Work) -> Generation:
 def serve_steps(connection: Connection, name: str, work: Work) -> None:
     """Run a generation of a peer whenever one is asked for, and say when it is done."""
     torch.set_num_threads(os.cpu_count() or 1)
+    warnings.simplefilter("ignore")  # vmap loops over members where it has no rule
     step = peer(name, work)
-    while connection.recv():
-        step()
-        connection.send(True)
+    with suppress(EOFError):  # the benchmark has ended
+        while connection.recv():
+            step()
+            connection.send(True)
 
 
 def start_peer(name: str, work: Work) -> Generation:

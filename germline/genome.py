@@ -267,14 +267,23 @@ def refuse_shared_memory(module: nn.Module) -> None:
         furthest = max(furthest, memory, key=lambda r: (r.device, r.stop))
 
 
-def copy_module(module: nn.Module) -> nn.Module:
+def copy_module(module: nn.Module, *, shares_weights: bool = False) -> nn.Module:
     """Return a deep copy of a module, in which compiled parts are plain ones again.
 
     Tensors that a module has computed and keeps, as old weight norm and pruning do, are copied as they are: torch
     copies no tensor that has a history of gradients.
+
+    Args:
+        module: the module to be copied.
+        shares_weights: whether the parameters of the copy are in the memory of the module's: for a copy whose code is
+            never run, since code may write to its weights.
     """
     tensors = [x for part in module.modules() for value in vars(part).values() for x in iterate_kept_tensors(value)]
-    copied = copy.deepcopy(module, {id(x): x.detach().clone() for x in tensors if not x.is_leaf})
+    memo: dict[int, Any] = {id(x): x.detach().clone() for x in tensors if not x.is_leaf}
+    if shares_weights:
+        plain = [x for x in module.parameters() if type(x) is nn.Parameter]
+        memo |= {id(x): nn.Parameter(x.data, x.requires_grad) for x in plain}
+    copied = copy.deepcopy(module, memo)
     for part in copied.modules():
         if type(part).__name__ == "OptimizedModule":  # of torch.compile, whose import takes a second
             part.__class__ = Uncompiled

@@ -1,18 +1,24 @@
-"""Settings of the whole process are the same after an evaluation as before it."""
+"""Settings of the whole process, and the weights of a run, are the same after an evaluation as before it."""
 
 import threading
 import warnings
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.func import vmap
 
+from germline.engine.session import Session
+from germline.fleet import Local
+from germline.genome import Genome, copy_module
 from germline.noise import Field
-from germline.population import exact_arithmetic, single_threaded_torch
-from germline.population.isolation import isolated_generators, vmap_warns
-from germline.strategies import Candidates
+from germline.objective import Batch, Objective
+from germline.population import SlowPath, exact_arithmetic, isolation, single_threaded_torch
+from germline.population.isolation import MemberModule, isolated_generators, vmap_warns
+from germline.strategies import Candidates, OpenAIES
 
 CPU = torch.device("cpu")
 
@@ -98,3 +104,61 @@ def test_all_members_draw_the_same_numbers_and_the_generators_are_restored() -> 
             draws.append((torch.rand(1).item(), np.random.rand()))  # noqa: NPY002
     assert draws[0] == draws[1] != draws[2]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Adapter(nn.Module):
+    """A linear layer whose adapter is part of its weight while it is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.is_merged = nn.Linear(6, 3), nn.Parameter(torch.ones(3, 1)), False
+
+    def train(self, mode: bool = True) -> Self:
+        if mode == self.is_merged:
+            self.layer.weight.data *= (1 / self.scale if mode else self.scale).data * (0.5 if mode else 2.0)
+            self.is_merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out
+
+
+class Shrinks(nn.Module):
+    """A layer whose code writes to its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        out: Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("kind", [Adapter, Shrinks])
+def test_no_code_of_the_module_reaches_the_weights_of_the_run(kind: type[nn.Module]) -> None:
+    module, batch = kind(), Batch.from_raw((torch.randn(8, 6), torch.randint(0, 3, (8,))))
+    session = Session.create(module, OpenAIES(population=8), Objective(F.cross_entropy), Local("cpu"), 0)
+    copied = session.scorer.module
+    assert copied is not None
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowPath)
+        session.evaluate(0, batch)
+        session.evaluate(1, batch)  # with a check of sampled members
+    for kept in (module, copied):
+        assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), before, strict=True))
+
+
+def test_members_are_written_in_groups_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 1))
+    genome = Genome.from_module(module)
+    candidates = Candidates(OpenAIES(rank=1).field(3, genome), 2, genome.read(module), 0.1)
+    expected = candidates.weights(np.array([5]), 0, genome.size)[0]
+    for size in (1, 30, 40, 10_000):
+        monkeypatch.setattr(isolation, "AT_ONCE", size)
+        copied = MemberModule(copy_module(module), genome).write(candidates, 5)
+        assert torch.equal(genome.read(copied), expected), size

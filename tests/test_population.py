@@ -5,7 +5,9 @@ import multiprocessing
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from germline.population import (
     refresh_statistics,
     single_threaded_torch,
 )
-from germline.population.buffers import allocate, arrays
+from germline.population.buffers import allocate, current, release_arrays
 from germline.population.check import MIN_FLOPS, count_flops, has_fast_bfloat16
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import Forecaster, LeNet, ResidualBlock, Transformer, make_inputs
@@ -344,7 +346,19 @@ def test_memory_is_reused_when_no_tensor_refers_to_it() -> None:
     assert allocate((300, 300), like).data_ptr() == address
     for size in range(300, 400):  # only some sizes are cached
         allocate((300, size), like)
-    assert len(arrays.by_size) <= 64
+    assert len(current.cache.by_size) <= 64
+
+
+def test_memory_of_all_threads_is_released_unless_it_is_in_use() -> None:
+    like = torch.zeros(())
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(lambda: allocate((500, 500), like).fill_(3.0)).result()
+        pool.submit(allocate, (500, 501), like).result()
+        cached = pool.submit(lambda: [weakref.ref(x) for xs in current.cache.by_size.values() for x in xs]).result()
+        release_arrays()
+        assert [array() is not None for array in cached] == [True, False]
+        assert pool.submit(lambda: allocate((500, 500), like).data_ptr()).result() != used.data_ptr()
+    assert bool((used == 3.0).all())
 
 
 def test_blocks_are_scored_by_as_many_threads_as_torch_has() -> None:

@@ -38,6 +38,7 @@ from germline.population import (
     make_evaluation_copy,
     matches_plain_copy,
     rank_correlation,
+    release_memory,
     score_first_members,
     single_threaded_torch,
     warn_of_fast_path,
@@ -133,6 +134,7 @@ class Scorer:
             del module  # a plan is chosen by further copies
             choice = choose_plan(self.build_evaluator, size, candidates, batch, dropout=self.dropout)
             choice = choose_dtype(self.build_evaluator, choice, self.dtype, candidates, batch)
+        release_memory()  # of several copies of the module
         if choice.reason is not None:
             warnings.warn(choice.sentence(), SlowPath, stacklevel=2)
         if kernel_device(self.device).type != self.device.type:

@@ -18,7 +18,13 @@ from germline.population.check import (
 )
 from germline.population.deployed import warn_of_fast_path
 from germline.population.evaluator import ALL_BLOCKS, Evaluator, make_evaluation_copy
-from germline.population.isolation import exact_arithmetic, is_only_thread, keep_memory, single_threaded_torch
+from germline.population.isolation import (
+    exact_arithmetic,
+    is_only_thread,
+    keep_memory,
+    release_memory,
+    single_threaded_torch,
+)
 from germline.population.members import Call, Members, catch_first_call
 from germline.population.norms import fixed_norms, refresh_statistics, set_fixed_norms
 from germline.population.plan import METHODS, DType, Plan, PlanChoice, SlowPath, block_size, even_block

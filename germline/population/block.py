@@ -15,7 +15,7 @@ from germline.genome import Genome, Slot
 from germline.kernels import kernel_device
 from germline.noise import Field, Matrix, Noise, Stream, cached_tensor, scale_sigma
 from germline.objective import Batch, iterate_tensors
-from germline.population.buffers import allocate
+from germline.population.buffers import ALIGNMENT, allocate
 from germline.strategies.candidates import Candidates
 
 # A function of tensors with the members first, and of which of them have members at all.
@@ -39,11 +39,12 @@ class Generation:
         return self.dtype or slot.dtype
 
     def center(self, index: int) -> torch.Tensor:
-        """Return a parameter of the center, as a copy that begins at an aligned address."""
+        """Return a parameter of the center that begins at an aligned address; on a CPU it may be a view."""
         if index not in self.centers:
             slot = self.genome.slots[index]
-            copied = self.candidates.center[slot.start : slot.stop].clone()
-            self.centers[index] = copied.view(slot.shape).to(self.get_dtype(slot))
+            part = self.candidates.center[slot.start : slot.stop]
+            is_aligned = part.device.type == "cpu" and part.data_ptr() % ALIGNMENT == 0
+            self.centers[index] = (part if is_aligned else part.clone()).view(slot.shape).to(self.get_dtype(slot))
         return self.centers[index]
 
     def share_product(self, layer: object, x: torch.Tensor, product: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ tensor that shares a NumPy array's memory holds a reference to the array: an arr
 import sys
 import threading
 from math import prod
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -19,14 +20,29 @@ MIN_BYTES = 1 << 18  # what is smaller is left to the system
 NUMPY_TYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-class Arrays(threading.local):
+class Cache:
     """The arrays of one thread by their size."""
 
     def __init__(self) -> None:
         self.by_size: dict[int, list[NDArray[np.uint8]]] = {}
 
 
-arrays = Arrays()
+class CurrentCache(threading.local):
+    """The arrays of this thread."""
+
+    def __init__(self) -> None:
+        self.cache = Cache()
+        caches.add(self.cache)
+
+
+caches: WeakSet[Cache] = WeakSet()  # of all threads
+current = CurrentCache()
+
+
+def release_arrays() -> None:
+    """Let go of the arrays of all threads; those that are in use are freed when they are no longer."""
+    for cache in list(caches):
+        cache.by_size.clear()
 
 
 def allocate(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -41,9 +57,10 @@ def allocate(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 def find_free_array(size: int) -> NDArray[np.uint8]:
     """Return an array that nothing refers to: a view of an array, and so a tensor that shares it, refers to it."""
-    if size not in arrays.by_size and len(arrays.by_size) >= MAX_SIZES:
-        arrays.by_size.clear()  # another module, or batches of another size
-    cached = arrays.by_size.setdefault(size, [])
+    by_size = current.cache.by_size
+    if size not in by_size and len(by_size) >= MAX_SIZES:
+        by_size.clear()  # another module, or batches of another size
+    cached = by_size.setdefault(size, [])
     for i in range(len(cached)):
         if sys.getrefcount(cached[i]) == 2:  # the list's reference, and that of this call
             return cached[i]

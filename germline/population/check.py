@@ -41,6 +41,7 @@ SHAKE = 2.0**-22  # of the noise: about the rounding of float32
 MIN_SIGMA = 0.02  # below which a check is not repeated with less noise
 LARGEST_LOOP = 0.95  # the part of the parameters that may belong to parts that are run for one member at a time
 SHARED_WRITES = ("inplace", "in-place", "there exists a Tensor `other`", "match the broadcast shape")  # in messages
+AT_ONCE = 1 << 20  # numbers of theta that are converted to float64
 MIN_FLOPS = 10_000_000  # of a member: with fewer, converting to bfloat16 costs as much as multiplying saves
 
 
@@ -111,7 +112,7 @@ class Trial:
         sampled = [int(members[i]) for members in blocks for i in (0, -1)]
         trial = cls(make, plain, replace(candidates, sigma=0.0), batch, blocks, sampled, [])
         of_center = trial.compute_outputs(trial.candidates)  # which may have infinities, for instance in a mask
-        sigma = max(0.1, float(candidates.center.double().square().mean().sqrt()))
+        sigma = max(0.1, root_mean_square(candidates.center))
         while has_overflow((trial := trial.with_sigma(sigma)).expected, of_center) and sigma >= 1e-4:
             sigma /= 10
         return trial
@@ -172,6 +173,7 @@ class Trial:
         if not is_isolated and not all(outputs_match(*pair, tolerance) for pair in zip(outputs, expected, strict=True)):
             if one_by_one or (renewed is not None and generator_states() != generators):
                 return None, "it keeps state between calls, or draws random numbers", renewed
+            del generation, evaluator, outputs  # which may be as large as the copies that come next
             calmer = self.with_less_noise()
             if calmer is not None:
                 return calmer.try_plan(plan)
@@ -255,6 +257,12 @@ class Trial:
         return not outputs_match(output, self.expected[0], choose_tolerance(self.plain))
 
 
+def root_mean_square(x: torch.Tensor) -> float:
+    """Return the root of the mean square of a vector, without a copy of it in float64."""
+    parts = x.split(AT_ONCE)
+    return float((sum(part.double().square().sum() for part in parts) / x.numel()) ** 0.5)
+
+
 def generator_states() -> list[Any]:
     """Return the states of the global random generators, to be compared."""
     return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]  # noqa: NPY002
@@ -328,7 +336,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 def count_flops(make: Make, batch: Batch) -> int:
     """Return the floating-point operations of the products of one member, or 0 where they cannot be counted."""
-    plain, batch = make(Plan(1, "loop", vectorized=False)).module, batch.copy()
+    plain, batch = make(Plan(1, "loop", vectorized=False)).thread_copies.get(), batch.copy()
     try:
         with seeded_generators(0):
             return count_products(lambda: plain(*batch.args, **batch.kwargs))

@@ -46,7 +46,7 @@ CHANGED_INPUT = "It changes its input, or the target, in place"
 class Evaluator:
     """Scores blocks of members of one module on one device; make one with ``Evaluator.build``."""
 
-    module: nn.Module  # a copy in evaluation mode; see ``make_evaluation_copy``
+    module: nn.Module  # in evaluation mode, with the weights of the source: copies of it are run, never itself
     genome: Genome
     objective: Objective
     device: torch.device
@@ -70,7 +70,7 @@ class Evaluator:
             device: where members are evaluated.
             plan: how they are evaluated.
         """
-        copied = make_evaluation_copy(module).to(device)
+        copied = make_evaluation_copy(module, shares_weights=True).to(device)
         if plan.dtype == "bfloat16":
             copied = copied.to(torch.bfloat16)
         if plan.method == "population":
@@ -321,13 +321,17 @@ def select_member(outputs: Any, i: int) -> Any:
     return map_output(lambda tensor: tensor[i], outputs)
 
 
-def make_evaluation_copy(module: nn.Module) -> nn.Module:
+def make_evaluation_copy(module: nn.Module, *, shares_weights: bool = False) -> nn.Module:
     """Return a copy that computes without side effects: no dropout, and norms by their mode in the module.
 
     Norms in evaluation mode use their running statistics, and norms in training mode those of the batch.
     """
     norms_in_training = tracking_norms(module, training=True)
-    module = copy_module(module).train().eval()  # some modules clear what they have cached when they begin to train
+    # some adapters add their weights to others when they are no longer trained
+    kinds = {type(part) for part in module.modules()}
+    has_own_modes = any(kind.train is not nn.Module.train or kind.eval is not nn.Module.eval for kind in kinds)
+    module = copy_module(module, shares_weights=shares_weights and not has_own_modes)
+    module.train().eval()  # some modules clear what they have cached when they begin to train
     for name, part in module.named_modules():
         if isinstance(part, nn.RNNBase):
             part.dropout = 0.0

@@ -24,13 +24,15 @@ from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from germline.genome import Genome, copy_module
+from germline.genome import Genome, Slot, copy_module
 from germline.noise import ADDRESS_LIMIT, Field, Stream
 from germline.objective import iterate_tensors, seeded_generators
 from germline.population.block import Block, current_block
+from germline.population.buffers import release_arrays
 from germline.strategies.candidates import Candidates
 
 MALLOPT = {-8: 1, -3: 1 << 28, -1: (1 << 31) - 1}  # glibc: arenas, the size returned at once, and what is retained
+AT_ONCE = 1 << 22  # numbers of a member that are generated at once, unless a parameter has more
 FLEX_WITHOUT_COMPILER = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 generators_lock = threading.Lock()  # there is one set of global generators for all threads
 settings_lock = threading.Lock()
@@ -187,6 +189,13 @@ def keep_memory() -> None:
             mallopt(option, value)
 
 
+def release_memory() -> None:
+    """Give freed memory back to the system, before other work than that which used it."""
+    release_arrays()
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)(0)  # only glibc has it
+
+
 @contextmanager
 def isolated_generators(candidates: Candidates) -> Iterator[None]:
     """Set the global random generators to a function of seed and generation: all members draw the same numbers."""
@@ -223,8 +232,9 @@ class MemberModule:
     def __init__(self, module: nn.Module, genome: Genome) -> None:
         self.module = module
         self.parameters: list[torch.Tensor] = [*genome.parameters(module)]
-        self.theta = torch.empty(1, genome.size, dtype=genome.dtype, device=self.parameters[0].device)
-        self.views = [self.theta[0, slot.start : slot.stop].view(slot.shape) for slot in genome.slots]
+        self.groups = list(group_slots(genome, AT_ONCE))
+        size = max(group[-1].stop - group[0].start for group in self.groups)
+        self.row = torch.empty(1, size, dtype=genome.dtype, device=self.parameters[0].device)
         owners = [
             (part._buffers, name) for part in module.modules() for name, x in part._buffers.items() if x is not None
         ]
@@ -234,8 +244,12 @@ class MemberModule:
     @torch.no_grad()
     def write(self, candidates: Candidates, member: int) -> nn.Module:
         """Return the module with a member's weights, and with buffers as they were at first."""
-        candidates.weights(np.array([member]), 0, self.theta.shape[1], self.theta)
-        torch._foreach_copy_(self.parameters, self.views)
+        parameters = iter(self.parameters)
+        for group in self.groups:
+            start, stop = group[0].start, group[-1].stop
+            row = candidates.weights(np.array([member]), start, stop, self.row[:, : stop - start])[0]
+            views = [row[slot.start - start : slot.stop - start].view(slot.shape) for slot in group]
+            torch._foreach_copy_([next(parameters) for _ in group], views)
         used = self.used or [(original, -1) for _, _, original in self.buffers]
         self.used = []
         for (owner, name, original), (buffer, version) in zip(self.buffers, used, strict=True):
@@ -243,6 +257,17 @@ class MemberModule:
                 owner[name] = buffer = original.clone()
             self.used.append((buffer, buffer._version))
         return self.module
+
+
+def group_slots(genome: Genome, size: int) -> Iterator[list[Slot]]:
+    """Yield the parameters of a genome in groups of at most ``size`` numbers, or of one larger parameter."""
+    group: list[Slot] = []
+    for slot in genome.slots:
+        if group and slot.stop - group[0].start > size:
+            yield group
+            group = []
+        group.append(slot)
+    yield group
 
 
 def copy_with_flat_weights(module: nn.Module) -> nn.Module:
