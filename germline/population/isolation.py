@@ -190,10 +190,10 @@ def keep_memory() -> None:
 
 
 def release_memory() -> None:
-    """Give freed memory back to the system, before other work than that which used it."""
+    """Return freed memory to the system: call this when other work begins than that which used it."""
     release_arrays()
     if sys.platform == "linux":
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)(0)  # only glibc has it
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda padding: 0)(0)  # only glibc has it
 
 
 @contextmanager
