@@ -8,6 +8,8 @@
 
 Pure inference is one network's forward pass on population x batch samples, in one large batch or in batches of the
 row's size on both cores, whichever is faster. Times are the best of several rounds that take all candidates in turn.
+Before the first round of a row, the tuned torch libraries compile their losses, for a minute or more each; torch keeps
+what it has compiled on disk.
 """
 
 import argparse
