@@ -259,7 +259,7 @@ class Trial:
 
 def root_mean_square(x: torch.Tensor) -> float:
     """Return the root of the mean square of a vector, without a copy of it in float64."""
-    parts = x.split(AT_ONCE)
+    parts = torch.split(x, AT_ONCE)
     return float((sum(part.double().square().sum() for part in parts) / x.numel()) ** 0.5)
 
 
