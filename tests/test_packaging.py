@@ -58,6 +58,8 @@ def test_what_is_published_installs_and_trains(tmp_path: Path) -> None:
     assert parsed.description_content_type == "text/markdown"
     assert parsed.description is not None
     assert parsed.description.startswith("# Germline")
+    assert parsed.license_files is not None
+    assert "germline/data/digits.txt" in parsed.license_files
     assert set(parsed.classifiers or ()) <= set(trove_classifiers.classifiers)
     required = {one.name for one in parsed.requires_dist or () if one.marker is None}
     assert required == {"numba", "numpy", "rich", "safetensors", "torch", "typer"}
