@@ -25,6 +25,7 @@ from germline.population import (
     exact_arithmetic,
     is_only_thread,
     keep_memory,
+    release_memory,
     single_threaded_torch,
 )
 from germline.strategies import AnyStrategy, Candidates, GenerationResult, Wire
@@ -98,6 +99,8 @@ class Executor:
         started = time.perf_counter()
         of_blocks = run_on_threads(lambda members: evaluator.score_block(generation, members), blocks, workers)
         pool.seconds += time.perf_counter() - started
+        if workers > 1 and can_fork and pool.seconds >= FORK_AFTER:
+            release_memory()  # processes evaluate the next generation
         return np.concatenate(of_blocks)
 
     def count_threads(self, evaluator: Evaluator) -> int:

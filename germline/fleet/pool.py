@@ -33,7 +33,7 @@ from torch import Tensor
 from germline.clock import clock
 from germline.fleet.gradients import Scores
 from germline.objective import seeded_generators
-from germline.population import ALIGNMENT, Evaluator, Generation, release_memory
+from germline.population import ALIGNMENT, Evaluator, Generation
 
 CAN_FORK = sys.platform == "linux"  # elsewhere there is no fork, or system libraries fail in a forked process
 FORK_AFTER = 0.25  # seconds of work on threads, after which processes are worth their start
@@ -158,7 +158,6 @@ class Pool:
         """Fork the children, which start with the generation that they inherit."""
         parent = os.getpid()
         flush_output()
-        release_memory()  # of threads, which have no more blocks to evaluate
         with forking:
             # in a child nothing belongs to this object: see forget_pools
             memory, (reader, writer) = memoryview(mmap.mmap(-1, max(room, mmap.PAGESIZE))), os.pipe()
