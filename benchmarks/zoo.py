@@ -18,7 +18,6 @@ one of a package's list is held out: it is counted separately, and nothing is to
 """
 
 import argparse
-import copy
 import json
 import multiprocessing
 import random
@@ -93,9 +92,9 @@ def measure(package: str, name: str, device: str) -> Row:
             return row | {"reason": "it is too large"}
         if not row["parameters"]:
             return row | {"reason": "it has no parameters to train"}
-        plain = make_evaluation_copy(module)
+        plain, batch = make_evaluation_copy(module).to(device), make_batch(inputs, device)
         with torch.no_grad():
-            scores = [float(mean_square(plain(*copy.deepcopy(inputs[0]), **copy.deepcopy(inputs[1])))) for _ in "ab"]
+            scores = [float(mean_square(plain(*some.args, **some.kwargs))) for some in (batch.copy(), batch.copy())]
         if not np.isfinite(scores).all() or not scores[0]:
             return row | {"reason": f"its outputs are {scores[0]}"}
     except Exception as error:
@@ -109,13 +108,16 @@ def measure(package: str, name: str, device: str) -> Row:
         return row | {"status": "error", "reason": repr(error)[:300], "traceback": traceback.format_exc()[-3000:]}
 
 
-def prepare(
-    module: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], device: str
-) -> tuple[Session, Batch, list[str], float]:
-    """Return a session whose plan is chosen, a batch on its device, the reasons of a slow plan, and the seconds."""
+def make_batch(inputs: zoo_models.Inputs, device: str) -> Batch:
+    """Return the inputs of an architecture as a batch on a device."""
     args, kwargs = inputs
     target = torch.zeros(zoo_models.BATCH)
-    batch = Batch.from_raw(dict(kwargs) | {"target": target} if kwargs else (*args, target), device)
+    return Batch.from_raw(dict(kwargs) | {"target": target} if kwargs else (*args, target), device)
+
+
+def prepare(module: nn.Module, inputs: zoo_models.Inputs, device: str) -> tuple[Session, Batch, list[str], float]:
+    """Return a session whose plan is chosen, a batch on its device, the reasons of a slow plan, and the seconds."""
+    batch = make_batch(inputs, device)
     strategy, fleet = OpenAIES(population=POPULATION, sigma=SIGMA), Local(device)
     dtype: Any = "float32" if device == "cpu" else "auto"  # on the CPU small differences are to be seen
     session = Session.create(module, strategy, Objective(mean_square), fleet, 1, dtype=dtype)
@@ -127,7 +129,7 @@ def prepare(
     return session, batch, [str(w.message) for w in caught if issubclass(w.category, SlowPath)], seconds
 
 
-def evaluate(module: nn.Module, inputs: tuple[tuple[Any, ...], dict[str, Any]], device: str) -> Row:
+def evaluate(module: nn.Module, inputs: zoo_models.Inputs, device: str) -> Row:
     """Return what one generation of a module shows."""
     session, batch, slow, seconds = prepare(module, inputs, device)
     result = session.evaluate(0, batch)
