@@ -1,13 +1,27 @@
-"""A cluster under fire: workers are killed, frozen and slowed at random, and its scheduler is killed, for half an hour.
+"""A cluster under fire: kills, freezes, cut links, garbage, lies, lost schedulers and coordinators; no result changes.
 
     python benchmarks/soak.py [--minutes 30] [--every 20] [--workers 4] [--seed 0]
+    python benchmarks/soak.py --faults 10000 --minutes 60 --every 1.2
+    python benchmarks/soak.py --strategy snes --hidden 14000 --minutes 10 --every 1
 
-Trains ``digits`` with a cluster of local workers. Every 20 seconds a fault hits one of them, the scheduler, which the
-coordinator starts again, or the coordinator, which is started again with a new scheduler. At the end the run is
-interrupted, and this prints whether its weights are those of an undisturbed run of as many generations in one process,
-whether every generation is in the journal, the memory of coordinators and schedulers over time, and how long recoveries
-took. A recovery lasts from a fault to the second generation that is written after it: the first may have been finished
-before the fault.
+Trains ``digits`` with a coordinator, its scheduler and workers, as processes of this machine with keys. Every so often
+a fault hits one of them:
+
+- ``kill``, ``freeze``, ``slow``: a worker is killed and started again, stopped for a while (one time in six until the
+  scheduler gives it up), or stopped for nine tenths of the time;
+- ``cut``: the link of a worker ends, or lets nothing pass for a while and then ends;
+- ``garbage``: a stranger sends noise, another protocol, half of a greeting or nothing to the port of the scheduler or
+  of the status page, over up to 40 connections;
+- ``rogue``: a worker answers with what cannot be right, as ``rogues.py`` lists it; ``lie``: with wrong scores;
+- ``scheduler``: it is killed, and the coordinator starts it again; ``coordinator``: it is killed and started again.
+
+A coordinator is not killed while a liar is at work: what the liar has said since its last audit is then in the journal,
+and a new coordinator does not know from whom it came.
+
+With ``--faults``, what is missing after these minutes happens on a simulated clock: see ``soak_simulated.py``. In the
+end the run is interrupted, and this prints whether its weights are those of an undisturbed run of as many generations
+in one process, whether every generation is in the journal, whether memory has grown, and how long recoveries took. A
+recovery lasts from a fault to the second generation that is written after it: the first may have been finished before.
 """
 
 import argparse
@@ -20,21 +34,40 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rogues import GARBAGE, LIES
+from soak_processes import GERMLINE, Child, Link, Nursery, freeze, send_garbage, slow_down
+
+from germline.fleet.cluster.keys import add_machine, create_authority
 from germline.fleet.spmd.launch import free_port
 
-GERMLINE = [sys.executable, "-m", "germline"]
-RUN = ["digits", "--population", "64", "--device", "cpu", "--json"]
-FAULTS = {"kill": 4, "freeze": 4, "slow": 4, "scheduler": 2, "coordinator": 1}  # and how frequent they are
+FAULTS = {  # and how frequent they are
+    "kill": 12,
+    "freeze": 16,
+    "slow": 12,
+    "cut": 12,
+    "garbage": 16,
+    "rogue": 6,
+    "lie": 4,
+    "scheduler": 1,
+    "coordinator": 1,
+}
 ENDLESS = 10**9  # generations
 INTERRUPTED = 130  # exit code
-EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)  # seconds
-Process = subprocess.Popen  # of bytes
+STALLED = 300.0  # seconds without a new generation after which a run is given up
+ROGUE_TIME = 15.0  # seconds of a worker whose answers are ignored
+SPARED = 15.0  # seconds in which a worker that was hit can join again: then it is hit again
+UNHURT = 2  # workers that were not hit for this long, at least, so that the run goes on
+EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)  # seconds
+OLD = 20.0  # seconds after which a process has all the memory that it needs
 
 
 def count_generations(run: Path) -> int:
@@ -69,142 +102,265 @@ class Soak:
     """A coordinator, its scheduler and its workers, and the faults they have been through."""
 
     folder: Path
-    count: int
+    nursery: Nursery
+    settings: list[str]
+    places: int
+    chance: random.Random
     port: int = field(default_factory=free_port)
     status: int = field(default_factory=free_port)
-    workers: list["Process[bytes]"] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+    workers: list[Child] = field(default_factory=list)
+    wrong: dict[int, tuple[str, float]] = field(default_factory=dict)  # kind and start, by place
+    hit: dict[int, float] = field(default_factory=dict)  # when a worker was last hit, by place
+    owed: list[str] = field(default_factory=list)  # faults that wait for the end of a liar
+    counts: Counter[str] = field(default_factory=Counter)
+    trouble: Counter[str] = field(default_factory=Counter)
+    waiting: list[tuple[str, float, int]] = field(default_factory=list)  # faults from which the run has not recovered
     recoveries: dict[str, list[float]] = field(default_factory=lambda: {fault: [] for fault in FAULTS})
-    sizes: dict[tuple[str, int], list[int]] = field(default_factory=dict)  # memory over time, by kind and process
-    asleep: list[tuple[float, "Process[bytes]"]] = field(default_factory=list)  # and when they are to wake up
+    sizes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by kind: time, and bytes
+    seen: dict[int, float] = field(default_factory=dict)  # when a scheduler was first seen
+    clock: float = 0.0  # seconds of this run; those in which all processes were stopped do not count
+    last_tick: float = field(default_factory=time.monotonic)
+    progress: tuple[int, float] = (0, 0.0)  # the last generation, and when it came
+
+    def __post_init__(self) -> None:
+        create_authority(self.folder / "keys")
+        add_machine(self.folder / "keys", "worker")
+        self.links = [Link(self.port) for _ in range(self.places)]
+        self.start_coordinator()
+        self.workers = [self.start_worker(place) for place in range(self.places)]
 
     @property
     def run(self) -> Path:
         return self.folder / "runs" / "soak"
 
+    @property
+    def has_liar(self) -> bool:
+        return any(kind == "lie" for kind, _ in self.wrong.values())
+
     def start_coordinator(self) -> None:
         """Start the coordinator, or start it again."""
-        where = ["--listen", f"127.0.0.1:{self.port}", "--status", f"127.0.0.1:{self.status}"]
-        what = [*RUN, "--generations", str(ENDLESS), "--name", "soak"]
-        with (self.folder / "log.txt").open("a") as log, (self.folder / "result.txt").open("w") as result:
-            command = [*GERMLINE, "serve", *what, *where, "--runs", str(self.run.parent)]
-            self.coordinator = subprocess.Popen(command, stdout=result, stderr=log)
+        words = ["serve", "digits", *self.settings, "--generations", str(ENDLESS), "--name", "soak"]
+        words += ["--listen", f"127.0.0.1:{self.port}", "--status", f"127.0.0.1:{self.status}"]
+        words += ["--keys", str(self.folder / "keys"), "--runs", str(self.run.parent)]
+        self.coordinator = self.nursery.start(words, self.folder / "log.txt", self.folder / "result.txt")
 
-    def start_worker(self) -> "Process[bytes]":
-        command = [*GERMLINE, "worker", f"127.0.0.1:{self.port}", "--recipe", "digits", "--device", "cpu"]
-        with (self.folder / "workers.txt").open("a") as log:
-            return subprocess.Popen([*command, "--workers", "1"], stderr=log)
+    def start_worker(self, place: int, rogue: str | None = None) -> Child:
+        """Start a worker behind the link of a place."""
+        where, keys = f"127.0.0.1:{self.links[place].port}", str(self.folder / "keys" / "worker")
+        words = ["worker", where, "--recipe", "digits", "--device", "cpu", "--workers", "1", "--keys", keys]
+        if rogue is not None:
+            words = [where, "digits", keys]
+        return self.nursery.start(words, self.folder / "workers.txt", rogue=rogue)
 
-    def strike(self, fault: str, chance: random.Random) -> None:
-        """Let a fault happen to a random worker, to the scheduler, or to the coordinator."""
-        place = chance.randrange(self.count)
-        victim = self.workers[place]
-        if fault == "kill":
-            victim.kill()
-            victim.wait()
-            self.workers[place] = self.start_worker()
-        elif fault == "freeze":
-            victim.send_signal(signal.SIGSTOP)
-            self.asleep.append((time.monotonic() + chance.uniform(1, 30), victim))
-        elif fault == "slow":
-            for _ in range(40):
-                for number, seconds in ((signal.SIGSTOP, 0.09), (signal.SIGCONT, 0.01)):
-                    victim.send_signal(number)
-                    time.sleep(seconds)
-        elif fault == "scheduler":
-            if (scheduler := find_scheduler(self.coordinator.pid)) is not None:
-                os.kill(scheduler, signal.SIGKILL)
-        else:
-            self.coordinator.kill()
-            self.coordinator.wait()
-            self.start_coordinator()
+    def strike(self) -> None:
+        """Let the next fault happen."""
+        fault = self.chance.choices(list(FAULTS), list(FAULTS.values()))[0]
+        if self.owed and not self.has_liar:
+            fault = self.owed.pop()
+        elif fault == "coordinator" and self.has_liar:
+            self.owed.append(fault)
+            fault = "garbage"
+        elif fault == "lie" and (self.owed or self.has_liar):
+            fault = "rogue"
+        is_over = {place for place in range(self.places) if self.clock - self.hit.get(place, -SPARED) >= SPARED}
+        places = sorted(is_over - self.wrong.keys())
+        if fault not in ("garbage", "scheduler", "coordinator") and len(places) <= UNHURT:
+            return
+        place = self.chance.choice(places) if places else 0
+        if fault not in ("garbage", "scheduler", "coordinator"):
+            self.hit[place] = self.clock
+        before, began = count_generations(self.run), self.clock
+        getattr(self, f"strike_{fault}")(place)
+        self.counts[fault] += 1
+        self.waiting.append((fault, began, before))
 
-    def wait(self, until: float) -> None:
-        """Wait until some time, or the end; meanwhile note the memory, and wake frozen workers whose time has come."""
-        while time.monotonic() < until and self.coordinator.poll() is None:
-            coordinator = self.coordinator.pid
-            for kind, number in (("coordinator", coordinator), ("scheduler", find_scheduler(coordinator))):
-                if number is not None:
-                    self.sizes.setdefault((kind, number), []).append(memory(number))
-            for when, process in list(self.asleep):
-                if time.monotonic() > when:
-                    self.asleep.remove((when, process))
-                    with suppress(ProcessLookupError):
-                        process.send_signal(signal.SIGCONT)
+    def do_meanwhile(self, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, args=arguments, daemon=True).start()
+
+    def strike_kill(self, place: int) -> None:
+        self.workers[place].kill()
+        self.workers[place] = self.start_worker(place)
+
+    def strike_freeze(self, place: int) -> None:
+        seconds = self.chance.uniform(16, 30) if self.chance.random() < 1 / 6 else self.chance.uniform(0.2, 4)
+        self.do_meanwhile(freeze, self.workers[place], seconds)
+
+    def strike_slow(self, place: int) -> None:
+        self.do_meanwhile(slow_down, self.workers[place], 4.0)
+
+    def strike_cut(self, place: int) -> None:
+        self.do_meanwhile(self.links[place].cut, self.chance.choice((0.0, 0.0, 1.0, 3.0, 16.0)))
+
+    def strike_garbage(self, place: int) -> None:
+        port, seed = self.chance.choice((self.port, self.status)), self.chance.random()
+        self.do_meanwhile(send_garbage, port, random.Random(seed))
+
+    def strike_rogue(self, place: int) -> None:
+        self.replace_worker(place, "rogue", self.chance.choice(GARBAGE))
+
+    def strike_lie(self, place: int) -> None:
+        self.replace_worker(place, "lie", self.chance.choice(LIES).__name__)
+
+    def replace_worker(self, place: int, kind: str, rogue: str) -> None:
+        self.workers[place].kill()
+        self.workers[place] = self.start_worker(place, rogue)
+        self.wrong[place] = kind, self.clock
+
+    def strike_scheduler(self, place: int) -> None:
+        if (scheduler := find_scheduler(self.coordinator.pid)) is not None:
+            os.kill(scheduler, signal.SIGKILL)
+
+    def strike_coordinator(self, place: int) -> None:
+        before = count_generations(self.run)
+        self.coordinator.kill()
+        self.trouble["generations lost with a coordinator"] += max(0, before - count_generations(self.run))
+        self.start_coordinator()
+
+    def tick(self) -> None:
+        """Look at all processes; start workers again that were turned away."""
+        now = time.monotonic()
+        self.clock, self.last_tick = self.clock + min(1.0, now - self.last_tick), now
+        for place, worker in enumerate(self.workers):
+            kind, since = self.wrong.get(place, (None, 0.0))
+            code = worker.poll()
+            if code is None and kind == "rogue" and self.clock - since > ROGUE_TIME:
+                worker.kill()
+                code = 0
+            if code is not None:
+                if kind == "lie":
+                    self.trouble["liars turned away"] += 1
+                elif kind is None:
+                    self.trouble["honest workers that ended"] += 1
+                    print(f"an honest worker ended with exit code {code}", flush=True)
+                self.wrong.pop(place, None)
+                self.workers[place] = self.start_worker(place)
+        self.note_memory(now)
+        count = count_generations(self.run)
+        if count != self.progress[0]:
+            self.progress = count, self.clock
+        for item in list(self.waiting):
+            fault, began, before = item
+            if count >= before + 2:
+                self.recoveries[fault].append(self.clock - began)
+            if count >= before + 2 or count < before:  # it went back, behind a lie
+                self.waiting.remove(item)
+        if self.coordinator.poll() is not None or self.clock - self.progress[1] > STALLED:
+            log = (self.folder / "log.txt").read_text()[-4000:]
+            raise SystemExit(
+                f"{log}\nThe run has ended or stalled at generation {count}: {self.coordinator.returncode}."
+            )
+
+    def note_memory(self, now: float) -> None:
+        kinds = {"coordinator": self.coordinator.pid, "scheduler": find_scheduler(self.coordinator.pid)}
+        for kind, process in kinds.items():
+            if process is not None and now - self.seen.setdefault(process, now) > OLD and (size := memory(process)):
+                self.sizes.setdefault(kind, []).append((self.clock, size))
+
+    def go_on(self, seconds: float) -> None:
+        """Watch for some seconds."""
+        until = self.clock + seconds
+        while self.clock < until:
+            self.tick()
             time.sleep(0.05)
 
-    def wait_for_recovery(self, began: float, before: int) -> float:
-        """Wait for the second generation after a fault, and return the seconds since then."""
-        while count_generations(self.run) < before + 2 and self.coordinator.poll() is None:
-            self.wait(time.monotonic() + 0.02)
-        return time.monotonic() - began
+    def finish(self) -> dict[str, Any]:
+        """Wait until there is no liar any more and the run goes on, interrupt it, and return its summary."""
+        while self.wrong or self.waiting:
+            self.go_on(0.5)
+        self.coordinator.send_signal(signal.SIGINT)
+        if self.coordinator.wait() != INTERRUPTED:
+            raise SystemExit((self.folder / "log.txt").read_text()[-4000:])
+        summary: dict[str, Any] = json.loads((self.folder / "result.txt").read_text().splitlines()[-1])
+        return summary
+
+    def close(self) -> None:
+        for process in (self.coordinator, *self.workers):
+            process.kill()
+        self.nursery.close()
 
 
-def train_alone(folder: Path, length: int) -> dict[str, Any]:
+def train_alone(folder: Path, settings: list[str], length: int) -> dict[str, Any]:
     """Train as many generations in one process, and return the summary."""
-    command = [*GERMLINE, "train", *RUN, "--generations", str(length)]
-    done = subprocess.run(
-        [*command, "--runs", str(folder / "isolated")], capture_output=True, text=True, check=True, env=os.environ
-    )
+    command = [*GERMLINE, "train", "digits", *settings, "--generations", str(length)]
+    done = subprocess.run([*command, "--runs", str(folder / "isolated")], capture_output=True, text=True, check=True)
     summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return summary
 
 
-def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Print what became of the run."""
-    count = sum(map(len, soak.recoveries.values()))
-    print(f"{count} faults: " + ", ".join(f"{name} {len(times)}" for name, times in soak.recoveries.items()))
+def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Print what became of the run; return whether it is as it should be."""
+    counts = ", ".join(f"{name} {count}" for name, count in soak.counts.items())
+    print(f"{sum(soak.counts.values())} faults in {soak.clock / 60:.0f} minutes: {counts}")
     same = summary["theta_sha256"] == expected["theta_sha256"]
     print(f"weights: {summary['theta_sha256'][:12]}, {'the same as' if same else 'NOT those'} of one process")
     with closing(sqlite3.connect(soak.run / "journal.sqlite")) as connection:
         written = [row[0] for row in connection.execute("SELECT generation FROM record ORDER BY generation")]
     whole = [g for g in written if g >= 0] == list(range(summary["generations"]))
-    print(f"generations in the journal: {len(written)} of {summary['generations']}, {'none' if whole else 'SOME'} lost")
-    for (kind, _), sizes in soak.sizes.items():
-        steady = sizes[len(sizes) // 5 :]  # once it has started
-        if len(steady) >= 1000:
-            first, last = (statistics.median(part) for part in (steady[:200], steady[-200:]))
-            print(f"memory of a {kind}: {first / 1e6:.0f} MB, then {last / 1e6:.0f} MB ({last / first - 1:+.1%})")
+    lost = soak.trouble["generations lost with a coordinator"]
+    print(f"generations in the journal: {len(written)} of {summary['generations']}; {lost} lost with a coordinator")
+    liars, ended = soak.trouble["liars turned away"], soak.trouble["honest workers that ended"]
+    print(f"liars turned away: {liars} of {soak.counts['lie']}; honest workers that ended: {ended}")
+    for kind, sizes in soak.sizes.items():
+        first, last = (
+            statistics.median(size for when, size in sizes if low * soak.clock <= when <= high * soak.clock)
+            for low, high in ((0.0, 0.25), (0.75, 1.0))
+        )
+        print(
+            f"memory of {kind}s older than {OLD:.0f} s, first and last quarter of the time:"
+            f" {first / 1e6:.0f} MB, {last / 1e6:.0f} MB ({last / first - 1:+.1%})"
+        )
     print("recoveries, seconds:")
     for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
-        counts = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
-        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in counts.items()))
+        found = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
+        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in found.items()))
+    return same and whole and not lost and not ended and liars == soak.counts["lie"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of the run (default 30)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes on real processes (default 30)")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between faults (default 20)")
+    parser.add_argument("--faults", type=int, default=0, help="faults in all; the rest comes on a simulated clock")
     parser.add_argument("--workers", type=int, default=4, help="number of workers (default 4)")
+    parser.add_argument("--strategy", default="openai-es", help="the strategy (default openai-es)")
+    parser.add_argument("--population", type=int, default=64, help="members of a generation (default 64)")
+    parser.add_argument("--hidden", type=int, default=64, help="units of the hidden layer (default 64)")
+    parser.add_argument("--batch", type=int, default=256, help="examples of a batch (default 256)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default 0)")
-    arguments = parser.parse_args()
-    chance = random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        soak = Soak(Path(folder), arguments.workers)
-        soak.start_coordinator()
-        soak.workers = [soak.start_worker() for _ in range(arguments.workers)]
-        try:
-            soak.wait_for_recovery(time.monotonic(), 0)  # the start is not measured
-            ends = time.monotonic() + 60 * arguments.minutes
-            while soak.coordinator.poll() is None:
-                soak.wait(min(time.monotonic() + arguments.every, ends))
-                if time.monotonic() > ends or soak.coordinator.poll() is not None:
-                    break
-                fault = chance.choices(list(FAULTS), list(FAULTS.values()))[0]
-                began, before = time.monotonic(), count_generations(soak.run)
-                soak.strike(fault, chance)
-                soak.recoveries[fault].append(soak.wait_for_recovery(began, before))
-                print(f"generation {before}: {fault}, {soak.recoveries[fault][-1]:.2f} s", flush=True)
-            soak.coordinator.send_signal(signal.SIGINT)
-            soak.coordinator.wait(120)  # its memory while it trained is what counts: now it reads all for its report
-            output = (Path(folder) / "result.txt").read_text()
-            if soak.coordinator.returncode != INTERRUPTED:
-                sys.exit((Path(folder) / "log.txt").read_text()[-2000:])
-            summary = json.loads(output.splitlines()[-1])
-            report(soak, summary, train_alone(Path(folder), summary["generations"]))
-        finally:
-            for process in (soak.coordinator, *soak.workers):
-                process.kill()
-                process.wait()
+    parser.add_argument("--folder", type=Path, default=None, help="where to keep the run (default: nowhere)")
+    options = parser.parse_args()
+    settings = ["--strategy", options.strategy, "--population", str(options.population), "--device", "cpu", "--json"]
+    settings += ["--set", f"recipe.hidden={options.hidden}", "--set", f"recipe.batch_size={options.batch}"]
+    nursery, is_right, count = Nursery(), True, 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        if options.minutes:
+            soak = Soak(folder, nursery, settings, options.workers, random.Random(options.seed))
+            try:
+                while soak.progress[0] < 2:
+                    soak.go_on(0.5)
+                soak.clock = 0.0  # the start is not measured
+                soak.progress = 0, 0.0
+                signal.signal(signal.SIGTERM, lambda *_: setattr(options, "minutes", 0.0))  # then it ends in order
+                while soak.clock < 60 * options.minutes:
+                    soak.go_on(options.every)
+                    soak.strike()
+                    if soak.counts.total() >= count + 50:
+                        count = soak.counts.total()
+                        print(f"{soak.clock:.0f} s: {count} faults, generation {soak.progress[0]}", flush=True)
+                count = soak.counts.total()
+                summary = soak.finish()
+            finally:
+                soak.close()
+            is_right = report(soak, summary, train_alone(folder, settings, summary["generations"]))
+    if options.faults > count:
+        from soak_simulated import simulate
+
+        is_right &= simulate(options.faults - count, options.seed)
+        print(f"{options.faults} faults in all")
+    sys.exit(not is_right)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import Scheduler, Worker
+from rogues import Rogue
 from torch import nn
 
 import germline as gl
@@ -34,7 +35,6 @@ from germline.fleet.cluster.crew import RemoteWorker
 from germline.fleet.cluster.keys import create_authority
 from germline.fleet.cluster.worker import Responder
 from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda, OpenAIES
-from tests.rogue import Rogue
 
 T = TypeVar("T")
 GENERATIONS = 60

@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from rogues import LIES, Liar, Lie, lie_always, omit_fields
 
 import germline as gl
 from germline.engine import scoring
@@ -17,7 +18,6 @@ from germline.engine.opening import open_for_replay
 from germline.engine.replay import verify
 from germline.fleet.cluster import jobs
 from germline.fleet.cluster.admission import Admission
-from germline.fleet.cluster.backend import Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.cluster.jobs import Coordinator, Job
 from germline.fleet.gradients import Scores
@@ -26,48 +26,6 @@ from tests.test_cluster import make_digits, open_cluster, train
 pytestmark = pytest.mark.slow
 
 GENERATIONS = 120  # an audit comes every 20 generations on average
-HONEST_ANSWERS = 12
-
-
-class Liar(Follower):
-    """A worker that gives honest answers at first, and then the scores that one of its ways to lie makes of them."""
-
-    def __init__(self, fleet: gl.Local, lie: "Lie") -> None:
-        super().__init__(fleet)
-        self.lie, self.count, self.earlier = lie, 0, b""
-
-    def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
-        answer = super().compute(head, arrays)
-        self.count += 1
-        if self.count <= HONEST_ANSWERS or answer.head["op"] != "answer":
-            self.earlier = b"".join(answer.arrays) or self.earlier
-            return answer
-        return self.lie(self, head, answer)
-
-
-Lie = Callable[[Liar, Head, Message], Message]
-
-
-def lie_always(liar: Liar, head: Head, answer: Message) -> Message:
-    """Return scores that are a little better than the right ones."""
-    return Message(answer.head, [(np.frombuffer(answer.arrays[0], np.float32) * 1.01).tobytes()])
-
-
-def lie_when_unchecked(liar: Liar, head: Head, answer: Message) -> Message:
-    """Lie where nothing in the message says that the answer is going to be checked."""
-    return answer if head.get("check") else lie_always(liar, head, answer)
-
-
-def omit_fields(liar: Liar, head: Head, answer: Message) -> Message:
-    """Lie, and leave out all by which an answer could be checked."""
-    needed = {name: answer.head[name] for name in ("op", "job", "chunk", "seconds")}
-    return lie_always(liar, head, Message(needed, answer.arrays))
-
-
-def copy_answers(liar: Liar, head: Head, answer: Message) -> Message:
-    """Compute nothing: return scores that were right for another chunk, cut or repeated to the right number."""
-    size = len(answer.arrays[0])
-    return Message(answer.head, [(liar.earlier * (size // len(liar.earlier) + 1))[:size]])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -84,9 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(make_digits(), gl.Local("cpu"), tmp_path_factory.mktemp("honest") / "run", GENERATIONS)
 
 
-@pytest.mark.parametrize(
-    "lie", [lie_always, lie_when_unchecked, omit_fields, copy_answers], ids=lambda lie: lie.__name__
-)
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
 def test_a_liar_is_turned_away_and_the_result_is_the_honest_one(lie: Lie, expected: str, tmp_path: Path) -> None:
     with open_cluster() as cluster:
         cluster.fleet.coordinator.chance = random.Random(1)  # so that the test is the same each time
@@ -136,7 +92,7 @@ def test_audits_are_drawn_as_promised() -> None:
     one, other = RemoteWorker("one"), RemoteWorker("other")
     job = Job("scores", 8, cast(Any, None), cast(Any, None), compute)
     for first, size, worker in ((0, 3, one), (3, 1, other), (4, 2, one), (6, 2, other)):
-        job.answers[first], job.sources[first] = np.zeros(2 * size, np.float32), worker
+        job.answers[first], job.sources[first], job.sizes[first] = np.zeros(2 * size, np.float32), worker, size
     draws = 100_000
     for _ in range(draws):
         coordinator._draw_audit(job)

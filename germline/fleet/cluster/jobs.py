@@ -56,6 +56,7 @@ class Job:
     plan: Plan | None = None
     answers: dict[int, Any] = field(default_factory=dict)  # by first piece
     sources: dict[int, RemoteWorker] = field(default_factory=dict)  # of the answers
+    sizes: dict[int, int] = field(default_factory=dict)  # of the answers, in pieces
 
     @property
     def generation(self) -> int:
@@ -131,17 +132,13 @@ class Job:
         """Return whether an answer was computed with the right weights, as it must say."""
         return head.get("checksum") == self.checksum
 
-    def count_pieces(self, first: int) -> int:
-        """Return the number of pieces of the answer that begins with a piece."""
-        return min((other for other in self.answers if other > first), default=self.pieces) - first
-
     def forget_weights(self, worker: RemoteWorker) -> None:
         """Have a worker be sent its weights anew."""
         worker.version = None
 
     def take(self, worker: RemoteWorker, chunk: Chunk, answer: Any) -> None:
         """Keep an answer."""
-        self.answers[chunk.first], self.sources[chunk.first] = answer, worker
+        self.answers[chunk.first], self.sources[chunk.first], self.sizes[chunk.first] = answer, worker, chunk.size
 
 
 @dataclass
@@ -275,6 +272,13 @@ class Coordinator:
         for worker in {worker.address: worker for worker in job.sources.values()}.values() if job is not None else ():
             self._audit(cast(Job, job), worker)
 
+    def _audit_leaver(self, worker: RemoteWorker) -> None:
+        """Audit the last answers of a worker that has left, which later draws cannot find any more."""
+        for job in (self.job, self.last_job):
+            if job is not None and worker in job.sources.values() and not job.inputs.observations:  # they may be others
+                self._audit(job, worker)
+                return
+
     def _audit(self, job: Job, worker: RemoteWorker) -> None:
         """Compute one of the pieces that a worker has answered again; if it was wrong, undo what the worker has done.
 
@@ -284,7 +288,7 @@ class Coordinator:
             WrongScoresError: Earlier generations have used its answers.
         """
         numbers = {first: job.numbers(job.answers[first]) for first, one in job.sources.items() if one is worker}
-        sizes = {first: job.count_pieces(first) for first in numbers}
+        sizes = {first: job.sizes[first] for first in numbers}
         first, place = self.chance.choice([(first, place) for first, size in sizes.items() for place in range(size)])
         width = numbers[first].size // sizes[first]
         one = numbers[first][place * width : (place + 1) * width]
@@ -344,6 +348,7 @@ class Coordinator:
                 self.crew.say(f"worker {worker.name} has left")
             self.scheduler.drop_worker(worker.address)
             self.admission.forget(worker)
+            self._audit_leaver(worker)
         else:
             self.crew.count_received(worker, event.message)
             try:
