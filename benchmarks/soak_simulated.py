@@ -57,11 +57,12 @@ class Machine:
         free: When it has computed all that it was sent.
         asleep: Until when it is frozen.
         deaf: Until when its link is cut.
+        slow_until: Until when it is ten times slower.
     """
 
     def __init__(self, world: "World", kind: str = "honest") -> None:
         self.world, self.speed, self.address = world, 10 ** world.chance.uniform(-0.5, 0.5), None
-        self.free = self.asleep = self.deaf = 0.0
+        self.free = self.asleep = self.deaf = self.slow_until = 0.0
         self.process = 0
         self.start(kind)
 
@@ -94,7 +95,7 @@ class Machine:
             return
         pieces = message.head["last"] - message.head["first"] if message.head["op"] == "job" else 0.2
         began = max(world.now, self.free, self.asleep)
-        self.free = began + pieces * PIECE / self.speed
+        self.free = began + pieces * PIECE / self.speed * (10 if world.now < self.slow_until else 1)
         world.after(self.free - world.now, self.answer, address, process, token, message, self.free - began)
 
     def answer(self, address: str, process: int, token: str, message: Message, seconds: float) -> None:
@@ -229,12 +230,7 @@ class World(Backend):
         self.after(GIVEN_UP, self.give_up, machine, machine.address)
 
     def strike_slow(self, machine: Machine) -> None:
-        before, machine.speed = machine.speed, machine.speed / 10
-
-        def recover() -> None:
-            machine.speed = before
-
-        self.after(4.0, recover)
+        machine.slow_until = self.now + 4.0
 
     def strike_cut(self, machine: Machine) -> None:
         if self.chance.random() < 0.5:
@@ -261,6 +257,7 @@ class World(Backend):
         self.after(30.0, end)
 
     def strike_lie(self, machine: Machine) -> None:
+        machine.speed = 3.0  # one that is too slow to be asked is not found out, and does no harm
         self.replace(machine, self.chance.choice(LIES).__name__)
 
     def strike_scheduler(self, machine: Machine) -> None:
@@ -273,8 +270,8 @@ class World(Backend):
 
 
 def make_problem() -> gl.Recipe:
-    """Return a problem of four pieces that takes a millisecond."""
-    return small_recipe(gl.OpenAIES(population=128))
+    """Return a problem of eight pieces that takes a millisecond."""
+    return small_recipe(gl.OpenAIES(population=256))
 
 
 def simulate(faults: int, seed: int) -> bool:
