@@ -12,6 +12,8 @@ Each input is a run of six generations with one to four mutations, or a message 
 - ``message``: the bytes or the head of a message to a worker are mutated. The worker must not fail. If it then answers
   a job with the checksum of the right weights, the scores must be the right ones.
 - ``answer``: the bytes of a worker's answer are mutated. It must be refused, or have the shape that was asked for.
+- ``rank``: what another rank of an spmd fleet sends is mutated: lengths, values, layouts, and the status that comes
+  with scores. It must be refused with a sentence, or be taken for what the other rank says.
 
 Everything else is printed and counted: other exceptions, wrong hashes, inputs that take longer than ten seconds, and
 processes that die.
@@ -46,6 +48,9 @@ from germline.fleet import Local
 from germline.fleet.cluster import messages
 from germline.fleet.cluster.backend import Message
 from germline.fleet.cluster.worker import Responder
+from germline.fleet.spmd.collective import Collective
+from germline.fleet.spmd.group import Ranks
+from germline.fleet.spmd.shares import Shares
 from germline.genome import theta_sha256
 from germline.optim.optimizers import Moments
 from germline.reporting.report import read_run, render_results, render_settings
@@ -54,7 +59,15 @@ from germline.strategies import pack
 GENERATIONS = 6
 SLOW = 10.0  # seconds
 MEMORY = 16 << 30  # bytes of addresses: a layout that takes all memory is a failure here, and does not end the machine
-KINDS = {"journal": 5, "snapshot": 3, "header": 4, "record": 3, "message": 3, "answer": 2}  # and how frequent they are
+KINDS = {
+    "journal": 5,
+    "snapshot": 3,
+    "header": 4,
+    "record": 3,
+    "message": 3,
+    "answer": 2,
+    "rank": 2,
+}  # and how frequent they are
 SPECIAL: tuple[Any, ...] = (
     None,
     True,
@@ -240,6 +253,34 @@ class Fuzzer:
             raise AssertionError("a wrong answer with the checksum of the right weights")
         return "right"
 
+    def try_rank(self, chance: random.Random) -> str:
+        operations, state = FuzzedRank(chance), self.session.state
+        root, group = (Ranks(Collective(rank, 2, operations, 1.0)) for rank in (0, 1))
+        plan = {"plan": {"block": 8}, "sigma": 0.1}
+        try:
+            kind = chance.choice(("agree", "say", "state", "fail", "scores"))
+            if kind == "agree":
+                group.agree(lambda: {"seed": 3, "recipe": "digits"})
+            elif kind == "say":
+                root.broadcast(plan)
+                operations.is_root = False
+                group.broadcast(plan)
+            elif kind == "state":
+                root.broadcast_state(state)
+                operations.is_root = False
+                assert type(group.broadcast_state(state)) is type(state)
+            elif kind == "fail":
+                group.all_or_none(lambda: 1 // 0)
+            else:
+                shares = Shares((2, 2), 3)
+                scores = group.share_work(shares, lambda share: np.ones(6, np.float32))
+                assert scores.shape == (12,)
+        except ZeroDivisionError:
+            return "right"
+        except (BadInput, MachineError, RuntimeError):  # a sentence, which ends this rank
+            return "refused"
+        return "right"
+
     def try_answer(self, chance: random.Random) -> str:
         like = torch.zeros(40)
         kind = chance.choice(("scores", "slices", "members", "batch", "gradient"))
@@ -272,6 +313,48 @@ class Fuzzer:
         except Exception:  # a coordinator drops the answer and the worker, whatever the error is
             return "refused"
         return "right"
+
+
+class FuzzedRank:
+    """The operations of one of two ranks; one of the messages that it receives is mutated.
+
+    What is gathered from the other rank is what this one sends. What rank 0 broadcasts, rank 1 receives later.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance, self.at = chance, chance.randrange(4)  # the message that is mutated
+        self.sent: list[torch.Tensor] = []
+        self.is_root = True
+
+    def mutate(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.at -= 1
+        content = tensor.detach().clone().contiguous().view(torch.uint8).flatten()
+        if self.at == -1 and content.numel():
+            mutated = mutate_bytes(content.numpy().tobytes(), self.chance)[: content.numel()]
+            content = torch.frombuffer(bytearray(mutated.ljust(content.numel())), dtype=torch.uint8)
+        return content.view(tensor.dtype).reshape(tensor.shape)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, self.mutate(tensor)])
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if self.is_root:
+            self.sent.append(tensor.clone())
+            return
+        received = self.mutate(self.sent.pop(0))
+        if (received.shape, received.dtype) != (tensor.shape, tensor.dtype):
+            raise RuntimeError("the lengths of a message differ")  # as gloo says it
+        tensor.copy_(received)
+
+    def add(self, tensor: torch.Tensor) -> None: ...
+
+    def trade(self, sent: torch.Tensor, sent_sizes: list[int], sizes: list[int]) -> torch.Tensor:
+        return sent
+
+    def beat(self, flag: torch.Tensor, root: int) -> None: ...
+
+    def team(self, width: int) -> "FuzzedRank":
+        return self
 
 
 def fuzz(inputs: int, seed: int, first: int, step: int) -> Counter[str]:

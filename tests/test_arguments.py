@@ -160,7 +160,7 @@ def test_limits_of_a_run() -> None:
         is_answered(lambda name=name, value=value: Stop(**{name: value}))
 
 
-@pytest.mark.parametrize("fleet", [gl.Local, gl.SPMD, gl.Elastic, gl.Ray])
+@pytest.mark.parametrize("fleet", [gl.Local, gl.SPMD, gl.Elastic, gl.Dask, gl.Ray])
 def test_fleets(fleet: Any) -> None:
     """Only what starts nothing: a right value of a cluster's address would start it."""
     wrong = ("nan", "inf", "list", "dict", "object", "tensor", "bytes")
@@ -169,7 +169,8 @@ def test_fleets(fleet: Any) -> None:
             if fleet in (gl.Local, gl.SPMD):
                 is_answered(lambda name=name, value=value: fleet(**{name: value}).find_device())
             elif what in wrong:
-                assert is_answered(lambda name=name, value=value: fleet(**{name: value})), (name, what)
+                others = {"target": "127.0.0.1:1"} if fleet is gl.Dask else {}
+                assert is_answered(lambda name=name, value=value, rest=others: fleet(**rest | {name: value})), what
 
 
 def test_a_module_made_in_inference_mode_is_refused_before_the_run(tmp_path: Path) -> None:

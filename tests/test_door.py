@@ -14,11 +14,12 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+from distributed import Client
 
 import germline as gl
 from germline.cli.status import is_own_name
 from germline.errors import BadInput
-from germline.fleet.cluster import keys
+from germline.fleet.cluster import keys, scheduler_process
 from germline.fleet.cluster.backend import make_printable
 from germline.fleet.cluster.keys import add_machine, create_authority, revoke_machine
 from germline.fleet.spmd.launch import free_port
@@ -84,6 +85,33 @@ def test_a_flood_of_connections_does_not_end_a_run(tmp_path: Path) -> None:
     assert summary["theta_sha256"] == expected
     assert "Traceback" not in log.read_text()
     assert len([line for line in log.read_text().splitlines() if "turned away so far" in line]) <= 3
+
+
+FEW = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
+sys.argv = ["scheduler", json.dumps({options})]
+exec(compile(open({file!r}).read(), {file!r}, "exec"))
+"""
+
+
+def test_descriptors_that_are_exhausted_are_waited_out(tmp_path: Path) -> None:
+    """A scheduler with 48 descriptors: strangers take them all and stay; then a client comes, and is let in."""
+    options = {"host": "127.0.0.1", "port": 0, "security": None, "timeout": 15.0, "revoked": None}
+    script = FEW.format(limit=48, options=options, file=scheduler_process.__file__)
+    with ExitStack() as stack, (tmp_path / "log.txt").open("w") as log:
+        command, pipe = [sys.executable, "-c", script], subprocess.PIPE
+        process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True))
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        host, port = address.removeprefix("tcp://").split(":")
+        for _ in range(200):
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+        with Client(address, timeout=60, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+            assert client.nthreads() == {}
+        assert process.poll() is None
+    assert len((tmp_path / "log.txt").read_text().splitlines()) <= 2  # one line about all of them
 
 
 def test_a_machine_whose_key_is_revoked_is_turned_away_without_a_restart(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def result_of(generation: int, scores: Any, gradient: Any = None, **values: floa
 
 def test_the_gradients_that_hybrid_es_keeps() -> None:
     g = torch.tensor([2.0, -4.0])
-    last, mean, slot = (HybridES(base=base, epoch=4) for base in ("last", "mean", "slot"))  # type: ignore[arg-type]
+    last, mean, slot = (HybridES(base=base, epoch=4) for base in ("last", "mean", "slot"))
     states: list[Any] = [strategy.init(torch.zeros(2)) for strategy in (last, mean, slot)]
     assert [state.cache.shape for state in states] == [(0, 2), (1, 2), (4, 2)]
     assert last.with_gradient(states[0], g, 0, maximize=True).direction.tolist() == [-2.0, 4.0]
@@ -156,7 +156,7 @@ def test_bounds_of_hybrid_es() -> None:
     assert HybridES(epoch=0, start=0, fraction=1.0, interval=1, population=1, slices=1, examples=1).start == 0
     for settings in ({"epoch": -1}, {"start": -1}, {"fraction": 0.0}, {"fraction": 1.5}, {"base": "slot"}):
         with pytest.raises(BadInput):
-            HybridES(**settings)  # type: ignore[arg-type]
+            HybridES(**settings)
     header: Any = [[2, 3]]
     assert HybridES(vectors=header).vectors == ((2, 3),)
     assert hybrid_es.sum_of_squares(torch.tensor([3.0, 4.0])) == 25.0
@@ -174,7 +174,7 @@ def test_the_layers_of_pesgd() -> None:
     assert PESGD(mutation=1.0, sigma=0.0, spread=0.0).mutation == 1.0
     for settings in ({"parents": 0}, {"parents": 99}, {"mutation": 0.0}, {"mutation": 1.1}, {"epochs": 0}):
         with pytest.raises(BadInput):
-            PESGD(population=4, **settings)  # type: ignore[arg-type]
+            PESGD(population=4, **settings)
 
 
 @pytest.mark.parametrize("crossover", ["layer", "uniform", "average", "none"])

@@ -38,8 +38,10 @@ def serve(
     from germline.engine import opening
     from germline.engine.journal import Journal
     from germline.fleet import Elastic
+    from germline.fleet.cluster.scheduler_process import raise_limit
 
     machine.apply()
+    raise_limit()  # a journal must be written, however many connections there are
     with show_stages("loading data"):
         made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits = stop.limits(made)

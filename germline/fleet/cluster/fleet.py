@@ -263,8 +263,12 @@ class Dask(Cluster):
             security = make_security(Path(keys) if keys is not None else None)
             address = complete_address(target, has_keys=keys is not None)
         else:
-            security, is_client = target.security, isinstance(target, load_dask().Client)
+            is_client = isinstance(target, load_dask().Client)
+            if not is_client and not (hasattr(target, "scheduler_address") and hasattr(target, "security")):
+                kinds = "the address of a scheduler, a Client or a cluster of Dask's"
+                raise BadInput(f"The target of gl.Dask is {kinds}, not {type(target).__name__}.")
             address = target.scheduler.address if is_client else target.scheduler_address
+            security = target.security
         super().__init__(DaskBackend(address, security), device)
 
 

@@ -6,6 +6,7 @@ This file is also that program, which imports nothing of Germline: it starts qui
 """
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -27,6 +28,8 @@ SETTINGS = {
 REVOKED = "revoked.txt"  # the names of machines whose keys are revoked, in the folder of the authority
 LOCAL = "127.0.0.1:0"  # where Dask's own HTTP pages are served
 STRANGERS = 256  # connections that have not shown a certificate yet; one more makes the oldest one go
+SHARE = 4  # strangers may have this part of the descriptors of the process, at most: the others are for workers
+PAUSE = 0.05  # seconds to wait for descriptors if there are none
 PATIENCE = 10.0  # seconds for a connection to show a certificate and begin to speak
 LOOK = 2.0  # seconds between looks at the list of revoked names
 QUIET = 60.0  # seconds between lines about connections that were turned away
@@ -85,6 +88,7 @@ class Door:
     def __init__(self, revoked: str | None) -> None:
         self.revoked, self.waiting = revoked, dict[Any, asyncio.TimerHandle]()  # streams, in the order of arrival
         self.turned_away, self.last_line = 0, -QUIET
+        self.places = min(STRANGERS, raise_limit() // SHARE)
 
     def guard(self, scheduler: Any) -> None:
         """Have all connections to a scheduler pass through this door."""
@@ -103,7 +107,7 @@ class Door:
             listener.comm_handler = let_in
 
     async def _receive(self, handle: Any, stream: Any, address: Any) -> None:
-        if len(self.waiting) >= STRANGERS:
+        if len(self.waiting) >= self.places:
             self.turn_away(next(iter(self.waiting)))
         self.waiting[stream] = asyncio.get_running_loop().call_later(PATIENCE, self.turn_away, stream)
         try:
@@ -111,6 +115,15 @@ class Door:
         finally:
             if stream in self.waiting:  # it was never let in
                 self.turn_away(stream)
+
+    def wait_out(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Wait if there are no descriptors for one more connection, and let a stranger go: an exception handler."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+            return
+        if self.waiting:
+            self.turn_away(next(iter(self.waiting)))
+        time.sleep(PAUSE)  # otherwise the same connection would be tried without end
 
     def _forget(self, stream: Any) -> None:
         if (timer := self.waiting.pop(stream, None)) is not None:
@@ -143,6 +156,19 @@ class Door:
                 self.turn_away(comm.stream)
 
 
+def raise_limit() -> int:
+    """Let this process open as many files and connections as the system allows it; return how many these are."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 8192
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 async def run_scheduler(options: dict[str, Any]) -> None:
     """Run a scheduler until standard input ends."""
     import dask
@@ -164,6 +190,7 @@ async def run_scheduler(options: dict[str, Any]) -> None:
     door.guard(scheduler)
     print(f"address {scheduler.address}", flush=True)
     looking, loop = asyncio.ensure_future(door.keep_out_revoked(scheduler)), asyncio.get_running_loop()
+    loop.set_exception_handler(door.wait_out)
     while await loop.run_in_executor(None, os.read, 0, 1):
         pass
     looking.cancel()

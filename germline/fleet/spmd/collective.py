@@ -25,6 +25,7 @@ from germline.fleet.spmd.launch import Launch
 T = TypeVar("T")
 Backend = Literal["auto", "gloo", "nccl", "mpi"]
 PIECE = 1 << 19  # bytes that gloo gathers at once: in one piece it reaches half the rate of a slow link
+LONGEST = 1 << 30  # bytes of a message in JSON
 ARRIVAL_SECONDS = 120.0  # for all ranks to arrive, if the timeout is shorter: they load their libraries first
 
 
@@ -111,9 +112,9 @@ class Collective:
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, as JSON."""
         content = json.dumps(value).encode()
-        longest = int(self.gather(torch.tensor([len(content)])).max())
+        longest = check_length(int(self.gather(torch.tensor([len(content)])).max()))
         rows = self.gather(as_bytes(content, longest)).numpy()
-        return [json.loads(row.tobytes()) for row in rows]
+        return [parse_message(row.tobytes()) for row in rows]
 
     def run_with_heartbeat(self, work: Callable[[], T], root: int) -> T | None:
         """Do some work in one rank, which may take longer than the timeout: it sends signs of life meanwhile."""
@@ -141,16 +142,19 @@ class Collective:
     def say(self, value: Any, root: int) -> Any:
         """Return the value of one rank, as JSON."""
         content = json.dumps(value).encode() if self.rank == root else b""
-        size = int(self.broadcast(torch.tensor([len(content)]), root))
-        return json.loads(self.broadcast(as_bytes(content, size), root).numpy().tobytes())
+        size = check_length(int(self.broadcast(torch.tensor([len(content)]), root)))
+        return parse_message(self.broadcast(as_bytes(content, size), root).numpy().tobytes())
 
     def broadcast_arrays(self, about: Any, arrays: dict[str, Tensor], root: int, device: torch.device) -> Any:
         """Return a value, as JSON, and some arrays of one rank, by name; the other ranks may know none of them."""
         layout = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in arrays.items()}
-        about, layout = self.say([about, layout], root)
-        received = {}
-        for name, (shape, dtype) in layout.items():
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        try:
+            about, layout = self.say([about, layout], root)
+            sent = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in layout.items()}
+            received = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in sent.items()}
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise FleetLostError(f"What rank {root} of the fleet sends cannot be read ({error}).") from error
+        for name, empty in received.items():
             array = arrays[name].detach().to(device).contiguous() if self.rank == root else empty
             received[name] = self.broadcast(array, root)
         return about, received
@@ -163,6 +167,21 @@ class Collective:
             first = " ".join(str(error).split())[:160]
             message = f"Another rank of the fleet has died, or has not answered within {self.timeout:g} s ({first})."
             raise FleetLostError(f"{message} Every finished generation is in the journal.") from error
+
+
+def check_length(length: int) -> int:
+    """Return the length of a message, or raise an error if no message is as long."""
+    if not 1 <= length <= LONGEST:
+        raise FleetLostError(f"Another rank of the fleet has sent a message of {length} bytes, which cannot be right.")
+    return length
+
+
+def parse_message(content: bytes) -> Any:
+    """Return what a rank has sent as JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise FleetLostError(f"A message of another rank of the fleet cannot be read ({error}).") from error
 
 
 def as_bytes(text: bytes, size: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from germline.errors import BadInput, MachineError
+from germline.errors import BadInput, FleetLostError, MachineError
 from germline.fleet.gradients import Scores
 from germline.fleet.spmd.collective import Collective
 from germline.fleet.spmd.shares import Shares
@@ -48,7 +48,10 @@ class Ranks:
         tree, tensors = pack(state)
         device = next(iter(tensors.values())).device
         tree, tensors = self.collective.broadcast_arrays(tree, tensors, self.journal_rank, device)
-        return unpack(state, tree, tensors)
+        try:
+            return unpack(state, tree, tensors)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise FleetLostError(f"The State of rank {self.journal_rank} of the fleet cannot be read.") from error
 
     def on_journal_rank(self, work: Callable[[], T]) -> T:
         value = self.all_or_none(lambda: self.collective.run_with_heartbeat(work, self.journal_rank))
@@ -66,7 +69,10 @@ class Ranks:
     def _raise_if_any_failed(self, error: Exception | None) -> None:
         said = None if error is None else [failure_kind(error), f"{error}" or type(error).__name__]
         failures = {rank: failure for rank, failure in enumerate(self.collective.exchange(said)) if failure is not None}
-        for rank, (kind, sentence) in failures.items():  # the first decides for all
+        for rank, failure in failures.items():  # the first decides for all
+            if not (isinstance(failure, list) and len(failure) == 2 and failure[0] in range(len(FAILURES))):
+                raise FleetLostError(f"What rank {rank} of the fleet sends cannot be read.")
+            kind, sentence = failure
             if error is not None and failure_kind(error) == kind:
                 raise error
             raise FAILURES[kind](f"Rank {rank}: {sentence}")
@@ -78,6 +84,8 @@ class Ranks:
         digests = self.all_or_none(lambda: {name: digest(value) for name, value in facts().items()})
         by_rank = self.collective.exchange(digests)
         for rank, theirs in enumerate(by_rank):
+            if not isinstance(theirs, dict):
+                raise FleetLostError(f"What rank {rank} of the fleet sends cannot be read.")
             for name, value in theirs.items():
                 if value != by_rank[0].get(name):
                     raise BadInput(f"Rank {rank} has another {name} than rank 0: all ranks must do the same work.")
