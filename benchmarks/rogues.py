@@ -1,4 +1,4 @@
-"""Workers of a cluster that give wrong answers: some that nobody could take for right ones, and some that lie."""
+"""Workers of a cluster that give wrong answers: some that cannot be right, and some that lie."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

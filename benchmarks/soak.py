@@ -312,8 +312,8 @@ def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> boo
         )
     print("recoveries, seconds:")
     for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
-        found = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
-        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in found.items()))
+        counts_by_name = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
+        print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in counts_by_name.items()))
     return same and whole and not lost and not ended and liars == soak.counts["lie"]
 
 

@@ -123,7 +123,7 @@ class World(Backend):
         self.counts: Counter[str] = Counter()
         self.machines: list[Machine] = []
         self.address, self.events, self.waiting = "simulated", self, list[Event]()  # type: ignore[assignment]
-        self.token, self.is_killed, self.last_answer = "", False, Event("left", "nobody")
+        self.token, self.is_killed, self.last_answer = "", False, Event("left", "stranger")
         self.machines = [Machine(self) for _ in range(MACHINES)]
 
     # The clock
@@ -190,7 +190,7 @@ class World(Backend):
         self.after(self.chance.uniform(*BACK), self.connect, machine, machine.process, self.token)
 
     def give_up(self, machine: Machine, address: str | None) -> None:
-        """Give up a machine that was silent for too long."""
+        """End the connection of a machine that was silent for too long."""
         if machine.address == address and self.now < max(machine.asleep, machine.deaf):
             self.disconnect(machine)
 

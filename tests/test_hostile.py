@@ -1,4 +1,7 @@
-"""Run directories from strangers: nothing in them is executed, and each ends in a sentence, at once."""
+"""Run directories from strangers: nothing in them is executed, and each ends in a sentence, at once.
+
+``FINDINGS`` names the tests of what else was found under attack, which lie next to what they need.
+"""
 
 import os
 import shutil
@@ -52,6 +55,31 @@ def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.chdir(tmp_path)
     shutil.copytree(original, tmp_path / "run")
     return Path("run")
+
+
+FINDINGS = {
+    "workers lie, omit checksums, or copy answers": "test_liars.py::test_a_liar_is_turned_away_and_the_result_is_the",
+    "a liar is audited when it leaves": "test_liars.py::test_a_liar_that_leaves_is_audited_before_it_is_forgotten",
+    "half-open connections end a coordinator": "test_door.py::test_a_flood_of_connections_does_not_end_a_run",
+    "descriptors are exhausted": "test_door.py::test_descriptors_that_are_exhausted_are_waited_out",
+    "the status page": "test_door.py::test_the_status_page_answers_to_its_own_names_and_few_connections",
+    "control characters from workers": "test_door.py::test_text_of_workers_cannot_change_a_terminal",
+    "certificates and folders": "test_door.py::test_keys_are_private_whatever_the_umask_is_and_expire",
+    "revoked names": "test_door.py::test_a_machine_whose_key_is_revoked_is_turned_away_without_a_restart",
+    "files in the working directory": "test_door.py::test_a_file_in_the_working_directory_is_not_run_by_workers",
+    "types of arguments": "test_arguments.py::test_train",
+    "inference mode": "test_arguments.py::test_a_module_made_in_inference_mode_is_refused_before_the_run",
+    "NaN losses": "test_arguments.py::test_losses_that_are_nan_are_reported",
+    "NaN weights": "test_arguments.py::test_weights_that_are_nan_are_refused",
+    "memory of a replay": "test_journal.py::test_the_memory_of_a_replay_does_not_grow_with_the_run",
+    "memory of a history": "test_runs.py::test_a_long_history_is_on_disk_and_not_in_memory",
+}
+
+
+@pytest.mark.parametrize("finding", FINDINGS)
+def test_every_finding_has_its_test(finding: str) -> None:
+    file, _, name = FINDINGS[finding].partition("::")
+    assert f"def {name}" in (Path(__file__).parent / file).read_text()
 
 
 def call(*words: str) -> tuple[int, str]:

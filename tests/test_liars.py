@@ -67,6 +67,23 @@ def test_a_liar_of_the_last_generations_is_found_out_at_the_end(
     assert [worker.is_refused for worker in cluster.workers] == [True, False]
 
 
+def test_a_liar_that_leaves_is_audited_before_it_is_forgotten(
+    expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers of the last generation are computed again when its connection ends."""
+    monkeypatch.setattr(jobs, "AUDIT_EVERY", 1e9)
+    monkeypatch.setattr(scoring, "CHECK_EVERY", 1000)
+    with open_cluster() as cluster:
+
+        def end_the_liar(session: Any, row: Any) -> None:
+            if row["generation"] == 40:
+                cluster.run(cluster.workers[0].server.close(timeout=2))
+
+        cluster.add_before_training(lambda fleet: Liar(fleet, lie_always), Follower)
+        assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS, end_the_liar) == expected
+        assert [line for line in cluster.lines if "goes back to generation 0" in line]
+
+
 def test_a_liar_does_not_make_a_run_doubt_its_plan(
     expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,9 +163,9 @@ def raise_limit() -> int:
     except ImportError:  # not on Windows
         return 8192
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
+    limit = hard if hard != resource.RLIM_INFINITY else max(soft, 1 << 20)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 

@@ -148,8 +148,9 @@ class Collective:
     def broadcast_arrays(self, about: Any, arrays: dict[str, Tensor], root: int, device: torch.device) -> Any:
         """Return a value, as JSON, and some arrays of one rank, by name; the other ranks may know none of them."""
         layout = {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in arrays.items()}
+        message = self.say([about, layout], root)
         try:
-            about, layout = self.say([about, layout], root)
+            about, layout = message
             sent = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in layout.items()}
             received = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in sent.items()}
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
