@@ -28,7 +28,7 @@ from typing import Any
 from soak import find_scheduler
 from waiting import WAIT
 
-from germline.fleet.cluster.keys import add_machine, create_authority
+from germline.fleet.cluster.keys import add_machine, create_authority, keep_private_keys
 from germline.fleet.spmd.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
@@ -45,7 +45,8 @@ class Cluster:
         self.folder, self.host, self.port, self.status = folder, host, free_port(), free_port()
         self.secret, self.recipe, self.processes = secret, run[0], list[subprocess.Popen[bytes]]()
         where = ["--listen", f"{host}:{self.port}", "--status", f"{host}:{self.status}", "--runs", str(folder / "runs")]
-        trusted = ["--keys", str(secret)] if secret is not None else []
+        self.keys = secret or keep_private_keys(folder / "keys")
+        trusted = ["--keys", str(self.keys)]
         self.start([*GERMLINE, "serve", *run, *where, *trusted, "--device", "cpu", "--json"], "coordinator")
 
     def start(self, command: list[str], name: str, **environment: str) -> "subprocess.Popen[bytes]":
@@ -57,7 +58,7 @@ class Cluster:
         return process
 
     def add_worker(self, name: str, **environment: str) -> "subprocess.Popen[bytes]":
-        trusted = ["--keys", str(self.secret / name)] if self.secret is not None else []
+        trusted = ["--keys", str(self.keys / ("worker" if self.secret is None else name))]
         command = [*GERMLINE, "worker", f"{self.host}:{self.port}", "--recipe", self.recipe, *trusted]
         return self.start([*command, "--device", "cpu", "--workers", "1", "--name", name], name, **environment)
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from germline.fleet.cluster.keys import keep_private_keys
 from germline.fleet.spmd.launch import free_port
 
 GERMLINE = [sys.executable, "-m", "germline"]
@@ -36,8 +37,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> bool:
     size = ["--population", str(arguments.population), "--generations", str(arguments.generations)]
     where = ["--listen", f"127.0.0.1:{port}", "--status", f"127.0.0.1:{status}", "--runs", str(folder), "--name", "run"]
     serve = [*GERMLINE, "serve", arguments.recipe, *size, *where, "--device", "cpu", "--json"]
+    keys = keep_private_keys(folder / "run.keys")  # as the coordinator would make them
     coordinator = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    join = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", arguments.recipe]
+    join = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", arguments.recipe, "--keys", str(keys / "worker")]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
     workers = [
         subprocess.Popen([*join, "--device", device, "--name", device], env=environment)

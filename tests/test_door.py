@@ -25,6 +25,7 @@ from germline.fleet.cluster.keys import add_machine, create_authority, revoke_ma
 from germline.fleet.spmd.launch import free_port
 from tests.test_cluster import GENERATIONS, GERMLINE, LONG, RUN, make_digits, train
 from tests.test_cluster_processes import ProcessFleet, start_fleet  # noqa: F401
+from tests.test_faults import count_generations
 from tests.test_first_hour_trainer import run_in_terminal
 
 pytestmark = pytest.mark.slow
@@ -32,8 +33,12 @@ pytestmark = pytest.mark.slow
 FLOOD = 2000  # connections that say nothing
 SERVE = """
 import subprocess, sys
+from pathlib import Path
 from germline.cli import main
+from germline.fleet.cluster.keys import keep_private_keys
+keys = keep_private_keys(Path("runs/digits-openai-es-0.keys"))
 worker = [sys.executable, "-m", "germline", "worker", "127.0.0.1:{port}", "--recipe", "digits", "--device", "cpu"]
+worker += ["--keys", str(keys / "worker")]
 with subprocess.Popen(worker, stderr=subprocess.DEVNULL):
     where = ["--listen", "127.0.0.1:{port}", "--status", "127.0.0.1:0", "--device", "cpu", "--json"]
     sys.argv = ["germline", "serve", "digits", "--population", "16", "--generations", "3", *where]
@@ -148,6 +153,26 @@ def keys_look() -> float:
     from germline.fleet.cluster.scheduler_process import LOOK
 
     return LOOK
+
+
+def test_serve_makes_keys_and_says_where_they_are(start_fleet: Callable[..., ProcessFleet]) -> None:  # noqa: F811
+    """A worker without them is not let in; those of the first coordinator are good for the next."""
+    fleet = start_fleet(LONG)
+    fleet.wait_for_line(f"workers need the keys in {fleet.keys / 'worker'}")
+    fleet.wait_for_line("waiting for workers at tls://")
+    certificate = (fleet.keys / "worker" / "cert.pem").read_bytes()
+    assert stat.S_IMODE(fleet.keys.stat().st_mode) == 0o700
+    with closing(socket.create_connection(("127.0.0.1", fleet.port), timeout=60)) as stranger:
+        stranger.sendall(b"\0" * 64)
+        assert stranger.recv(1) in (b"", b"\x15")  # closed, after an alert of TLS
+    fleet.add()
+    fleet.wait(3)
+    fleet.coordinator.kill()
+    fleet.coordinator.wait()
+    before = count_generations(fleet.folder / "runs" / "run")
+    fleet.serve()
+    fleet.wait(before + 3)
+    assert (fleet.keys / "worker" / "cert.pem").read_bytes() == certificate
 
 
 def test_keys_are_private_whatever_the_umask_is_and_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

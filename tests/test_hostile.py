@@ -64,6 +64,7 @@ FINDINGS = {
     "descriptors are exhausted": "test_door.py::test_descriptors_that_are_exhausted_are_waited_out",
     "the status page": "test_door.py::test_the_status_page_answers_to_its_own_names_and_few_connections",
     "control characters from workers": "test_door.py::test_text_of_workers_cannot_change_a_terminal",
+    "serve without keys": "test_door.py::test_serve_makes_keys_and_says_where_they_are",
     "certificates and folders": "test_door.py::test_keys_are_private_whatever_the_umask_is_and_expire",
     "revoked names": "test_door.py::test_a_machine_whose_key_is_revoked_is_turned_away_without_a_restart",
     "files in the working directory": "test_door.py::test_a_file_in_the_working_directory_is_not_run_by_workers",

@@ -38,6 +38,7 @@ def serve(
     from germline.engine import opening
     from germline.engine.journal import Journal
     from germline.fleet import Elastic
+    from germline.fleet.cluster.keys import keep_private_keys
     from germline.fleet.cluster.scheduler_process import raise_limit
 
     machine.apply()
@@ -46,6 +47,9 @@ def serve(
         made, about = strategy.build_recipe(recipe, seed, machine.dtype)
     limits = stop.limits(made)
     path = output.runs / (output.name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
+    if keys is None:  # otherwise every user of this machine could join
+        keys = keep_private_keys(path.with_name(f"{path.name}.keys"))
+        print(f"workers need the keys in {keys / 'worker'}: copy that folder, and add --keys to them", file=sys.stderr)
     fleet = Elastic(listen, keys=keys, device=machine.device)
     fleet.start_run()
     page = Status(fleet, recipe, limits)

@@ -6,6 +6,9 @@ The key of the authority, ``ca.key``, stays where it was created.
 
 import datetime
 import os
+import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,19 @@ def add_machine(folder: Path, name: str) -> Path:
     write_new(machine / "ca.pem", (folder / "ca.pem").read_bytes())
     issue(folder, machine, name)
     return machine
+
+
+def keep_private_keys(folder: Path) -> Path:
+    """Return a folder with keys for a coordinator, and with those of its workers in ``worker``; made if it is new."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        create_authority(partial)
+        add_machine(partial, "worker")
+        with suppress(OSError):  # another process was quicker
+            partial.rename(folder)  # it appears only once it is complete
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
 
 
 def revoke_machine(folder: Path, name: str) -> None:
