@@ -38,8 +38,8 @@ from germline.fleet.cluster.worker import Responder
 
 MACHINES = 6
 LATENCY = 0.002  # seconds of a message
-PIECE = 0.02  # seconds that a machine of speed 1 takes for a piece
-EVERY = 0.25  # seconds between faults, on average
+PIECE = 0.2  # seconds that a machine of speed 1 takes for a piece: enough for all machines to be asked
+EVERY = 0.8  # seconds between faults, on average
 GIVEN_UP = 15.0  # seconds after which the scheduler gives up a silent machine
 BACK = (0.5, 8.0)  # seconds until a machine connects again
 ENDLESS = 10**9  # generations
