@@ -112,6 +112,32 @@ def test_a_factory_of_vectorized_environments() -> None:
     assert scores[0] == scores[1] == scores[2]
 
 
+def test_envpool_is_taken_where_it_is_faster_and_keeps_the_bits() -> None:
+    """Any number of environments and threads gives the same episodes; CI does not have envpool, which is large."""
+    pytest.importorskip("envpool")
+    hashes, metrics = set(), []
+    for block, processes in ((None, 2), (3, 1)):
+        objective = gl.Gym("LunarLander-v3", max_steps=50, dev_episodes=2, block=block, processes=processes)
+        assert objective.name == "LunarLander-v3 of envpool"
+        model = gl.seeded(0, lambda: nn.Linear(8, 4))
+        result = gl.train(
+            model, objective=objective, strategy=gl.OpenAIES(population=8), generations=2, run=False, progress=False
+        )
+        hashes.add(result.summary["theta_sha256"])
+        metrics.append(result.summary["metrics"])
+    assert len(hashes) == 1
+    assert metrics[0] == metrics[1]
+    assert gl.Gym("HalfCheetah-v5").name == "HalfCheetah-v5"
+
+
+def test_a_run_goes_on_with_its_simulator_only(tmp_path: Path) -> None:
+    train(tmp_path / "run", 1)
+    objective = gl.Gym("Pendulum-v1", max_steps=20)
+    objective.environment = lambda: gymnasium.make("Pendulum-v1")  # as on a machine that takes another simulator
+    with pytest.raises(BadInput, match="The simulator is not that of"):
+        gl.train(policy(), objective=objective, resume=tmp_path / "run", generations=2)
+
+
 def policy() -> nn.Module:
     return gl.seeded(0, lambda: nn.Sequential(gl.Normalize(3), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
 
@@ -166,6 +192,8 @@ def test_mistakes_are_sentences() -> None:
         gl.Gym("CartPool-v1")
     with pytest.raises(BadInput, match="at least one episode"):
         gl.Gym("CartPole-v1", episodes=0)
+    with pytest.raises(BadInput, match="envpool is not installed, or does not have HalfCheetah-v5"):
+        gl.Gym("HalfCheetah-v5", envpool=True)
     with pytest.raises(BadInput, match="counts them"):
         gl.train(nn.Linear(2, 1), objective=lambda net: 0.0, interactions=10, run=False)
     with pytest.raises(BadInput, match="cannot be run on inputs of shape"):

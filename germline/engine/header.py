@@ -14,6 +14,7 @@ from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.genome import Genome, frozen_sha256, theta_sha256
 from germline.machine import processor_name, product_mode
+from germline.objective import Objective
 from germline.optim.schedules import Schedule
 from germline.population import METHODS, Plan
 from germline.recipes import Recipe
@@ -27,8 +28,7 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the header of a session; ``about`` holds the recipe's name and settings, the command and the limits."""
     scorer, fleet, batches = session.scorer, session.fleet, session.batches
     assert scorer.module is not None
-    norms, population = session.fixed_norms, scorer.objective.population
-    simulator = population.name if population is not None else None
+    norms, simulator = session.fixed_norms, name_simulator(scorer.objective)
     return {
         "recipe": about.get("recipe"),
         "recipe_settings": about.get("recipe_settings", {}),
@@ -57,6 +57,11 @@ def build_header(session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
         "stop": about.get("stop", {}),
         "keep": about.get("keep", "last"),
     }
+
+
+def name_simulator(objective: Objective) -> str | None:
+    """Return the name of the simulator that an objective runs, if it has one."""
+    return objective.population.name if objective.population is not None else None
 
 
 def describe_settings(strategy: AnyStrategy) -> dict[str, Any]:

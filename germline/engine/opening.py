@@ -11,7 +11,13 @@ from torch import Tensor
 from germline import noise
 from germline.engine.best import Best
 from germline.engine.diagnostics import probe_sigma
-from germline.engine.header import build_header, describe_settings, restore_strategy, translate_header_errors
+from germline.engine.header import (
+    build_header,
+    describe_settings,
+    name_simulator,
+    restore_strategy,
+    translate_header_errors,
+)
 from germline.engine.journal import Journal, Record
 from germline.engine.replay import apply_probe, replay
 from germline.engine.session import Session
@@ -189,6 +195,7 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     differences = {
         "model": (session.scorer.genome.describe(), header["layout"]),
         "objective": (session.scorer.objective.maximize, header["maximize"]),
+        "simulator": (name_simulator(session.scorer.objective), header.get("simulator")),
         "order of the batches": (recipe.shuffle, header["shuffle"]),
         "value of the model's frozen parameters and buffers": (frozen, header["frozen_sha256"]),
     }
@@ -284,6 +291,7 @@ def run_facts(session: Session, header: Mapping[str, Any]) -> dict[str, Any]:
         "model (names, shapes or types of its parameters)": header["layout"],
         **{f"data set ({name})": fingerprint for name, fingerprint in header["data"].items()},
         "initial weights": header["initial_theta_sha256"],
+        "simulator": header.get("simulator"),
         "mode of the model's norms": header.get("fixed_norms", []),
         "value of the model's frozen parameters and buffers": header["frozen_sha256"],
     }

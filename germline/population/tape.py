@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_identity(function, args, output):
             self._name(output, arguments[0])
             return output
-        call = f"{self._value(function)}({', '.join(arguments)})"
+        call = f"{self._value(function._op)}({', '.join(arguments)})"  # without the frame of its __call__
         outputs = [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
         if not isinstance(output, Tensor) and len(outputs) != len(output):
             self.is_valid = False

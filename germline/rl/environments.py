@@ -1,10 +1,11 @@
-"""Many environments that are stepped together: in this process, in a vectorized environment, or in other processes.
+"""Many environments that are stepped together: in this process, in a vectorized one, by envpool, or in other processes.
 
 A set of environments has four methods. ``reset(seeds)`` begins an episode in each of the first ``len(seeds)``
 environments, and returns the observations. ``step(actions, active)`` returns observations, rewards, and which episodes
 have ended; those that are not active are not stepped, and what is returned of them means nothing. ``close()`` ends it.
 """
 
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from germline.errors import BadInput
 
 Array = NDArray[Any]
 Made = Callable[[], Any]  # returns one environment
+# envpool's MuJoCo is no faster, and aborts in forked processes; its Atari games have other observations
+FASTER_IN_ENVPOOL = ("gymnasium.envs.classic_control", "gymnasium.envs.box2d")
 
 
 class Environments(Protocol):
@@ -139,6 +142,55 @@ class VectorEnvironments:
         self.environment.close()
 
 
+class EnvpoolEnvironments:
+    """Environments of envpool, which steps them by threads of its own."""
+
+    def __init__(self, name: str, settings: dict[str, Any], capacity: int, threads: int) -> None:
+        self.capacity, self.name, self.settings, self.threads = capacity, name, settings, threads
+        self.pool = self._make([0])
+
+    def _make(self, seeds: list[int]) -> Any:
+        import envpool
+
+        settings = {"num_envs": len(seeds), "num_threads": min(self.threads, len(seeds)), "seed": seeds}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # gymnasium warns of the types of its spaces
+            pool = envpool.make(self.name, env_type="gymnasium", **settings, **self.settings)
+            self.space, _ = pool.single_action_space, pool.single_observation_space
+        return pool
+
+    def reset(self, seeds: Array) -> Array:
+        self.pool = self._make(seeds.tolist())  # a pool keeps the seeds that it was made with
+        self.observations = np.array(self.pool.reset()[0], np.float32)
+        self.rewards, self.ended = np.zeros(len(seeds)), np.zeros(len(seeds), bool)
+        return self.observations
+
+    def step(self, actions: Array, active: Array) -> tuple[Array, Array, Array]:
+        chosen = np.flatnonzero(active).astype(np.int32)
+        observations, rewards, terminated, truncated, info = self.pool.step(actions[chosen], chosen)
+        place = info["env_id"]
+        self.observations[place], self.rewards[place] = observations, rewards
+        self.ended[place] = np.logical_or(terminated, truncated)
+        return self.observations, self.rewards, self.ended
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def is_in_envpool(environment: Any, settings: dict[str, Any]) -> bool:
+    """Return whether envpool is installed and steps an environment faster than gymnasium, with the same settings."""
+    if not isinstance(environment, str) or set(settings) - {"max_episode_steps"}:
+        return False
+    spec = load_gymnasium().spec(environment)
+    if spec.vector_entry_point is not None or not str(spec.entry_point).startswith(FASTER_IN_ENVPOOL):
+        return False
+    if importlib.util.find_spec("envpool") is None:
+        return False
+    import envpool
+
+    return environment in envpool.list_all_envs()
+
+
 def takes_one_seed(environment: Any) -> bool:
     """Return whether a vectorized environment has one generator for all environments, and its state as an array."""
     gymnasium = load_gymnasium()
@@ -175,12 +227,8 @@ def find_maker(environment: Any, settings: dict[str, Any]) -> tuple[Callable[[in
         raise BadInput(f"There is no environment {environment!r}: {error}") from error
     if spec.vector_entry_point is None or "render_mode" in settings:
         return None, make
-    limit = settings.get("max_episode_steps")
-    others = {name: value for name, value in settings.items() if name != "max_episode_steps"}
-    if limit is not None:
-        others["max_episode_steps"] = limit
 
     def make_vector(count: int) -> Any:
-        return gymnasium.make_vec(environment, count, vectorization_mode="vector_entry_point", **others)
+        return gymnasium.make_vec(environment, count, vectorization_mode="vector_entry_point", **settings)
 
     return make_vector, make

@@ -20,9 +20,11 @@ from germline.normalization import find_normalization
 from germline.rl.environments import (
     Array,
     Environments,
+    EnvpoolEnvironments,
     LocalEnvironments,
     VectorEnvironments,
     find_maker,
+    is_in_envpool,
     make_environment,
 )
 from germline.rl.processes import ProcessEnvironments
@@ -59,6 +61,8 @@ class Gym(PopulationObjective):
         processes: The number of processes that step environments; by default as many as torch has threads if a step
             is slow, else 1, which is this process.
         block: The most members that play at once.
+        envpool: Whether envpool steps the environments; by default if it is installed and is faster, which is so for
+            Box2D and those of classic control that gymnasium does not vectorize. Its episodes are not gymnasium's.
         settings: Further keyword arguments of the environment.
 
     >>> import germline as gl
@@ -84,6 +88,7 @@ class Gym(PopulationObjective):
         test_episodes: int = 100,
         processes: int | None = None,
         block: int | None = None,
+        envpool: bool | None = None,
         **settings: Any,
     ) -> None:
         if episodes < 1:
@@ -91,21 +96,27 @@ class Gym(PopulationObjective):
         self.environment, self.settings, self.episodes = environment, settings, episodes
         self.max_steps, self.actions, self.action_noise, self.reward = max_steps, actions, action_noise, reward
         self.held_out = {"dev": dev_episodes, "test": test_episodes}
-        self.processes, self.block, self.columns = processes, block, 2
+        self.processes, self.block, self.columns, self.envpool = processes, block, 2, False
         self.splits = tuple(name for name, count in self.held_out.items() if count)
         find_maker(environment, settings)  # reports a name that does not exist
-        self._pool = Pool(environment, settings, processes)
+        self.envpool = envpool is not False and is_in_envpool(environment, settings)
+        if envpool and not self.envpool:
+            raise BadInput(f"envpool is not installed, or does not have {self.name} with these settings.")
+        self._pool = Pool(environment, settings, processes, self.envpool)
 
     @property
     def name(self) -> str:
-        """The name of the environment."""
-        return self.environment if isinstance(self.environment, str) else getattr(self.environment, "__name__", "gym")
+        """The name of the environment, and of envpool where it steps it."""
+        if isinstance(self.environment, str):
+            return f"{self.environment} of envpool" if self.envpool else self.environment
+        return getattr(self.environment, "__name__", "gym")
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _pool=Pool(state["environment"], state["settings"], state["processes"]))
+        vars(self).update(state)
+        self._pool = Pool(self.environment, self.settings, self.processes, self.envpool)
 
     def bind(self, module: nn.Module) -> "Gym":
         """Return the objective that counts what a module's layers need which normalize observations."""
@@ -144,13 +155,14 @@ class Gym(PopulationObjective):
         count, episodes = len(members), len(seeds)
         returns, steps = np.zeros(count * episodes), np.zeros(count * episodes, np.int64)
         sums, active, state = np.zeros((count, 2 * observed)), np.ones(count * episodes, bool), None
+        has_hook = noise is not None and self.reward is not None
         with self._pool.take(count * episodes) as environments, torch.no_grad():
             observations = environments.reset(np.tile(seeds, count))
             x = torch.empty(count, episodes, *observations.shape[1:])  # at an aligned address, used again at every step
+            rows = x.numpy().reshape(observations.shape)  # the same memory: numpy copies faster than torch
             limit = self.max_steps if noise is not None else None
             for step in range(limit or NO_LIMIT):
-                rows = np.asarray(observations, np.float32)
-                x.copy_(torch.from_numpy(rows).view(x.shape))
+                np.copyto(rows, observations)
                 if observed:
                     seen = (rows.astype(np.float64) * active[:, None]).reshape(count, episodes, -1)
                     sums[:, :observed] += seen.sum(1)
@@ -159,28 +171,31 @@ class Gym(PopulationObjective):
                 if isinstance(output, tuple):
                     output, state = output
                     x = torch.empty_like(x)  # the state may refer to the old one
+                    rows = x.numpy().reshape(observations.shape)
                 actions = self.act(output, environments.space, noise, step)
-                before = observations.copy() if noise is not None and self.reward is not None else observations
+                before = observations.copy() if has_hook else observations
                 observations, rewards, ended = environments.step(actions, active)
-                if noise is not None and self.reward is not None:
+                if has_hook:
+                    assert self.reward is not None
                     rewards = np.asarray(self.reward(rewards, before, actions, ended), np.float64)
-                returns += rewards * active
+                np.add(returns, rewards, out=returns, where=active)
                 steps += active
                 np.greater(active, ended, out=active)
-                if not active.any():
+                if not np.count_nonzero(active):
                     break
         return returns.reshape(count, episodes), steps.reshape(count, episodes), sums
 
     def act(self, output: Tensor, space: Any, noise: Field | None, step: int) -> Array:
         """Return the actions of outputs, (members, episodes, outputs), one for each environment."""
         episodes = output.shape[1]
-        values: Array = output.reshape(-1, *output.shape[2:]).numpy()
+        values: Array = output.cpu().numpy().reshape(-1, *output.shape[2:])
         if callable(self.actions):
             return np.asarray(self.actions(values))
         if hasattr(space, "n") and not space.shape:
             if values.ndim == 1 or values.shape[1] == 1:
                 return (values.reshape(-1) > 0).astype(np.int64) + int(space.start)
-            return np.asarray(values.argmax(1) + int(space.start))
+            chosen = values.argmax(1)
+            return np.asarray(chosen + int(space.start) if space.start else chosen)
         if hasattr(space, "nvec"):
             parts = np.split(values, np.cumsum(space.nvec)[:-1], 1)
             return np.stack([part.argmax(1) for part in parts], 1)
@@ -219,8 +234,8 @@ class Gym(PopulationObjective):
 class Pool:
     """Sets of environments that are not in use: a thread takes one, and gives it back."""
 
-    def __init__(self, environment: Any, settings: dict[str, Any], processes: int | None) -> None:
-        self.environment, self.settings, self.processes = environment, settings, processes
+    def __init__(self, environment: Any, settings: dict[str, Any], processes: int | None, envpool: bool) -> None:
+        self.environment, self.settings, self.processes, self.envpool = environment, settings, processes, envpool
         self.threads = torch.get_num_threads()  # before blocks are evaluated, each by one thread
         self.lock, self.free = threading.Lock(), dict[int, list[Environments]]()
 
@@ -235,7 +250,10 @@ class Pool:
                 if sets and (size == count or (size > count and not make_vector))
             ]
             environments = self.free[min(sizes)].pop() if sizes else None
-        if environments is None:
+        if environments is None and self.envpool:
+            threads = self.processes or self.threads
+            environments = EnvpoolEnvironments(self.environment, self.settings, count, threads)
+        elif environments is None:
             environments = VectorEnvironments(make_vector, count) if make_vector else self._make(make, count)
         yield environments  # after an error it is not given back: its episodes have not ended
         with self.lock:
