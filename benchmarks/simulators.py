@@ -12,6 +12,7 @@ center first reached a return on held-out episodes, and its return on 100 other 
 
 import argparse
 import importlib
+import logging
 import statistics
 import tempfile
 import time
@@ -281,6 +282,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
+    logging.getLogger("evotorch").setLevel(logging.WARNING)
     if options.what == "speed":
         measure_speed(options.rounds)
     elif options.what == "peers":

@@ -50,9 +50,9 @@ def lunar_lander(*, seed: int = 0, hidden: int = 0, episodes: int = 2) -> Recipe
     return Recipe(
         model=seeded(seed, lambda: build_policy(8, 4, hidden)),
         objective=Gym("LunarLander-v3", episodes=episodes, max_steps=500, reward=pay_for_time),
-        strategy=OpenAIES(population=64, sigma=0.4, lr=0.1),
-        generations=100,
-        evaluate_every=5,
+        strategy=OpenAIES(population=32, sigma=0.4, lr=0.3),
+        generations=300,
+        evaluate_every=10,
     )
 
 
