@@ -1,8 +1,8 @@
 """Policy steps per second of gl.Gym, and how fast its recipes learn.
 
     python benchmarks/simulators.py speed      # gl.Gym, a loop by hand with one bmm per step, and EvoTorch's GymNE
-    python benchmarks/simulators.py train cartpole --seeds 5
-    python benchmarks/simulators.py peers      # EvoTorch's PGPE and the recipe cartpole on the same number of steps
+    python benchmarks/simulators.py train cartpole --seeds 5 [--first-seed 3] [--results FILE]
+    python benchmarks/simulators.py peers      # the examples of CartPole of EvoTorch and evosax, and ours on as many steps
     python benchmarks/simulators.py wire       # bytes of a generation of 1,000 chains of mutations
 
 ``speed`` runs CartPole with one population on the same environments; the figures are medians of rounds in one run. A
@@ -12,6 +12,7 @@ center first reached a return on held-out episodes, and its return on 100 other 
 
 import argparse
 import importlib
+import json
 import logging
 import statistics
 import tempfile
@@ -167,8 +168,10 @@ def measure_speed(rounds: int) -> None:
             print(f"  {name:18s} {median:12,.0f} steps/s   gl.Gym is {ours / median:.2f} times as fast")
 
 
-def train_recipe(name: str, seeds: int, first: int) -> None:
-    results = []
+def train_recipe(name: str, seeds: int, first: int, file: Path | None) -> None:
+    """Train a recipe with some seeds, and print the medians of these and of those that a file holds already."""
+    kept = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+    results: dict[str, Any] = kept.setdefault(name, {})
     for seed in range(first, first + seeds):
         parts = make_recipe(name, {}, seed)
         with tempfile.TemporaryDirectory() as folder:
@@ -189,57 +192,139 @@ def train_recipe(name: str, seeds: int, first: int) -> None:
             summary["samples"],
             result.history[-1]["total_seconds"],
         )
-        results.append((test, steps, seconds))
+        results[str(seed)] = test, steps, seconds
+        if file is not None:
+            file.write_text(json.dumps(kept))
         print(
             f"{name}, seed {seed}: return {test:.1f} on 100 held-out episodes after {steps:,} steps, {seconds:.1f} s",
             flush=True,
         )
-    test, steps, seconds = (statistics.median(column) for column in zip(*results, strict=True))
-    print(f"{name}, medians of {seeds}: return {test:.1f} (goal {GOALS[name]:g}), {steps:,.0f} steps, {seconds:.1f} s")
+    test, steps, seconds = (statistics.median(column) for column in zip(*results.values(), strict=True))
+    figures = f"return {test:.1f} (goal {GOALS[name]:g}), {steps:,.0f} steps, {seconds:.1f} s"
+    print(f"{name}, medians of {len(results)}: {figures}")
 
 
-def compare_evotorch(steps: int, seeds: int) -> None:
-    """Print the returns of a linear policy after as many steps by EvoTorch's PGPE and by the recipe cartpole.
+def run_evotorch(seed: int) -> tuple[float, float, int]:
+    """Run EvoTorch's example of CartPole and return its center's return on held-out episodes, its seconds and steps.
 
-    The settings of PGPE are a first choice of ours, with ClipUp as its optimizer: they were not tuned.
+    It is "Solving reinforcement learning tasks using functional evolutionary algorithms" in EvoTorch's documentation:
+    PGPE with ClipUp, a population of 100, a hidden layer of 16, 40 generations.
     """
-    problems, algorithms = (importlib.import_module(f"evotorch.{name}") for name in ("neuroevolution", "algorithms"))
-    rows = []
-    for seed in range(seeds):
-        torch.manual_seed(seed)
-        started = time.perf_counter()
-        problem: Any = problems.GymNE(
-            "CartPole-v1", "Linear(obs_length, act_length)", num_episodes=2, observation_normalization=False
-        )
-        searcher: Any = algorithms.PGPE(
-            problem,
-            popsize=64,
-            center_learning_rate=0.3,
-            stdev_learning_rate=0.1,
-            optimizer="clipup",
-            optimizer_config={"max_speed": 0.6},
-            radius_init=1.5,
-        )
-        while problem.total_interaction_count < steps:
-            searcher.step()
-        seconds, policy = time.perf_counter() - started, problem.to_policy(searcher.status["center"])
-        theirs = gl.Gym("CartPole-v1").measure(SingleMember(policy), "test", seed)["return"]
-        parts = make_recipe("cartpole", {}, seed)
-        result = gl.train(
-            parts.model,
-            objective=parts.objective,
-            strategy=parts.strategy,
-            interactions=steps,
-            evaluate_every=1000,
-            seed=seed,
-            run=False,
-            progress=False,
-        )
-        rows.append((theirs, seconds, result.summary["metrics"]["test_return"], result.history[-1]["total_seconds"]))
-    medians = [statistics.median(column) for column in zip(*rows, strict=True)]
-    print(f"CartPole, {steps:,} steps, medians of {seeds} seeds, on 100 held-out episodes:")
-    print(f"  EvoTorch PGPE     return {medians[0]:6.1f} in {medians[1]:6.1f} s")
-    print(f"  germline cartpole return {medians[2]:6.1f} in {medians[3]:6.1f} s")
+    functional = importlib.import_module("evotorch.algorithms.functional")
+    problems = importlib.import_module("evotorch.neuroevolution")
+    torch.manual_seed(seed)
+    started = time.perf_counter()
+    network = "Linear(obs_length, 16) >> Tanh() >> Linear(16, act_length)"
+    problem: Any = problems.GymNE("CartPole-v1", network, observation_normalization=True)
+    evaluate, speed = problem.make_callable_evaluator(), 0.15
+    state = functional.pgpe(
+        center_init=problem.make_zeros(num_solutions=1)[0],
+        radius_init=15 * speed,
+        center_learning_rate=0.75 * speed,
+        stdev_learning_rate=0.1,
+        stdev_max_change=0.2,
+        ranking_method="centered",
+        optimizer="clipup",
+        optimizer_config={"max_speed": speed},
+        symmetric=True,
+        objective_sense="max",
+    )
+    for _ in range(40):
+        population = functional.pgpe_ask(state, popsize=100)
+        state = functional.pgpe_tell(state, population, evaluate(population))
+    seconds, policy = time.perf_counter() - started, problem.to_policy(state.optimizer_state.center)
+    test = gl.Gym("CartPole-v1").measure(SingleMember(policy), "test", seed)["return"]
+    return test, seconds, int(problem.total_interaction_count)
+
+
+def run_evosax(seed: int) -> tuple[float, float, int]:
+    """Run evosax's example of CartPole and return its mean's return on 100 episodes, its seconds and its steps.
+
+    It is the example "Reinforcement Learning - Evolving MLP": SNES with Adam, a population of 128, two hidden layers of
+    64, 16 episodes of at most 200 steps, 64 generations. It runs all steps of episodes that have ended.
+    """
+    jax, optax, algorithms = (importlib.import_module(name) for name in ("jax", "optax", "evosax.algorithms"))
+    problems, networks = (importlib.import_module(f"evosax.problems{name}") for name in ("", ".networks"))
+    key, started = jax.random.key(seed), time.perf_counter()
+    policy = networks.MLP(layer_sizes=(64, 64, 2), output_fn=networks.categorical_output_fn)
+    settings = {"env_name": "CartPole-v1", "policy": policy, "episode_length": 200, "use_normalize_obs": True}
+    problem = problems.GymnaxProblem(num_rollouts=16, **settings)
+    problem_state, solution = problem.init(key), problem.sample(key)
+    strategy = algorithms.SNES(population_size=128, solution=solution, optimizer=optax.adam(learning_rate=0.01))
+    params = strategy.default_params
+
+    def step(carry: Any, key: Any) -> Any:
+        state, problem_state = carry
+        first, second, third = jax.random.split(key, 3)
+        population, state = strategy.ask(first, state, params)
+        fitness, problem_state, _ = problem.eval(second, population, problem_state)
+        state, _ = strategy.tell(third, population, -fitness, state, params)
+        return (state, problem_state), None
+
+    begin = strategy.init(key, solution, params), problem_state
+    (state, problem_state), _ = jax.lax.scan(step, begin, jax.random.split(key, 64))
+    jax.block_until_ready(state)
+    seconds = time.perf_counter() - started
+    mean = jax.tree.map(lambda x: x[None], strategy.get_mean(state))
+    held_out = problems.GymnaxProblem(num_rollouts=100, **settings)
+    fitness, _, _ = held_out.eval(jax.random.key(1000 + seed), mean, problem_state)
+    return float(fitness[0]), seconds, 64 * 128 * 16 * 200
+
+
+def run_like_evotorch(seed: int, steps: int) -> tuple[float, float, int]:
+    """Run EvoTorch's example rewritten: the same policy, population and number of steps."""
+    layers = lambda: nn.Sequential(gl.Normalize(4), nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))  # noqa: E731
+    return run_germline(layers, gl.Gym("CartPole-v1", dev_episodes=0), 100, seed, steps)
+
+
+def run_like_evosax(seed: int, steps: int) -> tuple[float, float, int]:
+    """Run evosax's example rewritten: the same policy, population, episodes and number of steps."""
+    layers = lambda: nn.Sequential(  # noqa: E731
+        gl.Normalize(4), nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
+    objective = gl.Gym("CartPole-v1", episodes=16, dev_episodes=0, max_episode_steps=200)
+    return run_germline(layers, objective, 128, seed, steps)
+
+
+def run_germline(
+    layers: Callable[[], nn.Module], objective: gl.Gym, population: int, seed: int, steps: int
+) -> tuple[float, float, int]:
+    result = gl.train(
+        gl.seeded(seed, layers),
+        objective=objective,
+        strategy=gl.OpenAIES(population=population, sigma=0.2, lr=0.1),
+        interactions=steps,
+        seed=seed,
+        run=False,
+        progress=False,
+    )
+    return result.summary["metrics"]["test_return"], result.history[-1]["total_seconds"], result.summary["samples"]
+
+
+def compare_peers(seeds: int) -> None:
+    """Print the returns of two libraries' examples of CartPole, and those of their Germline forms after as many steps.
+
+    The peers' settings are those of their examples, ours were chosen once for both.
+    """
+    pairs: list[tuple[str, Callable[[int], Any], Callable[[int, int], Any]]] = [
+        ("EvoTorch", run_evotorch, run_like_evotorch),
+        ("evosax", run_evosax, run_like_evosax),
+    ]
+    for name, run_original, run_ours in pairs:
+        rows = []
+        for seed in range(seeds):
+            try:
+                theirs = run_original(seed)
+            except ImportError as error:
+                print(f"{name} does not run here: {error}")
+                break
+            rows.append((*theirs, *run_ours(seed, theirs[2])))
+            print(f"{name}, seed {seed}:", *(f"{value:,.1f}" for value in rows[-1]), flush=True)
+        if rows:
+            values = [statistics.median(column) for column in zip(*rows, strict=True)]
+            print(f"CartPole as in the example of {name}, medians of {seeds} seeds, on 100 held-out episodes:")
+            for who, (test, seconds, steps) in ((name, values[:3]), ("Germline", values[3:])):
+                print(f"  {who:9s} return {test:6.1f} after {steps:,.0f} steps, {seconds:6.1f} s")
 
 
 def recipe(*, seed: int = 0) -> gl.Recipe:
@@ -280,17 +365,18 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", choices=tuple(GOALS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, help="file to which the results of train are added")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     logging.getLogger("evotorch").setLevel(logging.WARNING)
     if options.what == "speed":
         measure_speed(options.rounds)
     elif options.what == "peers":
-        compare_evotorch(200_000, options.seeds)
+        compare_peers(options.seeds)
     elif options.what == "wire":
         measure_wire(10)
     else:
-        train_recipe(options.recipe or "cartpole", options.seeds, options.first_seed)
+        train_recipe(options.recipe or "cartpole", options.seeds, options.first_seed, options.results)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ EXAMPLES = {file.stem: file for file in sorted((ROOT / "examples").glob("*.py"))
 AT_LEAST = {  # the first number that an example prints
     "ask_and_tell": 0.9,
     "cartpole": 150.0,
+    "cartpole_ask_and_tell": 150.0,
     "cluster_policy": 400.0,
     "compare_and_sweep": 0.7,
     "convert_a_loop": 0.8,
