@@ -2,7 +2,7 @@
 
     python benchmarks/simulators.py speed      # gl.Gym, a loop by hand with one bmm per step, and EvoTorch's GymNE
     python benchmarks/simulators.py train cartpole --seeds 5 [--first-seed 3] [--results FILE]
-    python benchmarks/simulators.py peers      # the examples of CartPole of EvoTorch and evosax, and ours on as many steps
+    python benchmarks/simulators.py peers      # EvoTorch's and evosax's examples of CartPole, and ours on as many steps
     python benchmarks/simulators.py wire       # bytes of a generation of 1,000 chains of mutations
 
 ``speed`` runs CartPole with one population on the same environments; the figures are medians of rounds in one run. A

@@ -200,6 +200,24 @@ def test_mistakes_are_sentences() -> None:
         gl.train(nn.Linear(5, 2), objective=gl.Gym("CartPole-v1"), generations=1, run=False)
 
 
+def test_spaces_that_cannot_be_used_are_sentences() -> None:
+    def make() -> Any:
+        environment = gymnasium.make("Pendulum-v1")
+        environment.observation_space = gymnasium.spaces.Dict({"angle": environment.observation_space})
+        return environment
+
+    with pytest.raises(BadInput, match="The observations of make are Dict"):
+        gl.train(policy(), objective=gl.Gym(make), generations=1, run=False)
+
+    def make_unbounded() -> Any:
+        environment = gymnasium.make("Pendulum-v1")
+        environment.action_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,))
+        return environment
+
+    with pytest.raises(BadInput, match="no bounds into which to squash"):
+        gl.train(policy(), objective=gl.Gym(make_unbounded, actions="squash"), generations=1, run=False)
+
+
 @pytest.mark.slow
 def test_environments_in_processes_are_those_of_this_process() -> None:
     _, make = find_maker("LunarLander-v3", {})

@@ -157,6 +157,8 @@ class Scorer:
         try:
             with torch.no_grad(), single_threaded_torch(), exact_arithmetic(self.device), seeded_generators(0):
                 call = first_call()
+        except BadInput:
+            raise
         except Exception as error:
             message = f"The objective cannot be run on the members: {type(error).__name__}: {error}"
             raise BadInput(message) from error

@@ -203,6 +203,8 @@ class Gym(PopulationObjective):
             return (values > 0).astype(space.dtype)
         values = values.reshape(-1, *space.shape)
         if self.actions == "squash":
+            if not np.isfinite(space.low).all() or not np.isfinite(space.high).all():
+                raise BadInput(f"Actions of {self.name} have no bounds into which to squash them: use actions='clip'.")
             values = space.low + (np.tanh(values) + 1) / 2 * (space.high - space.low)
         if noise is not None and self.action_noise:
             drawn = noise.members(range(episodes), step).integers((0, int(np.prod(space.shape)))).numpy()
@@ -260,12 +262,23 @@ class Pool:
             self.free.setdefault(environments.capacity, []).append(environments)
 
     def _make(self, make: Callable[[], Any], count: int) -> Environments:
+        probe = make()
+        check_spaces(probe, getattr(self.environment, "__name__", str(self.environment)))
         if self.processes is None:
-            is_slow = self.threads > 1 and time_step(make()) > SLOW_STEP
-            self.processes = self.threads if is_slow else 1
+            self.processes = self.threads if self.threads > 1 and time_step(probe) > SLOW_STEP else 1
+        probe.close()
         if self.processes < 2 or count < 2:
             return LocalEnvironments(make, count)
         return ProcessEnvironments(make, count, min(self.processes, count))
+
+
+def check_spaces(environment: Any, name: str) -> None:
+    """Raise an error if the observations or actions of an environment are not arrays or numbers."""
+    spaces = {"observations": environment.observation_space, "actions": environment.action_space}
+    for what, space in spaces.items():
+        if space.shape is None:
+            message = f"The {what} of {name} are {type(space).__name__}, and gl.Gym takes arrays and numbers"
+            raise BadInput(f"{message}: give it a function that returns the environment with a wrapper around it.")
 
 
 def time_step(environment: Any) -> float:
@@ -278,6 +291,4 @@ def time_step(environment: Any) -> float:
         *_, terminated, truncated, _ = environment.step(action)
         if terminated or truncated:
             environment.reset(seed=step)
-    seconds = time.perf_counter() - started
-    environment.close()
-    return seconds / TIMED_STEPS
+    return (time.perf_counter() - started) / TIMED_STEPS

@@ -14,7 +14,7 @@ import traceback
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 
 
 class ProcessEnvironments:
-    """Environments that are stepped by other processes, each with every n-th of them."""
+    """Environments that are stepped by other processes, each with a part of them."""
 
     def __init__(self, make: Made, capacity: int, processes: int) -> None:
         import cloudpickle
@@ -144,27 +144,36 @@ def end_processes(pipes: list[tuple[int, int]], processes: list[subprocess.Popen
             process.wait()
 
 
+def choose_environments(capacity: int, rank: int, processes: int) -> Array:
+    """Return the environments of one process, so that the members and the episodes of each are mixed.
+
+    Environments of the same episode follow each other at a fixed distance, and their episodes have similar lengths.
+
+    >>> [choose_environments(8, rank, 2).tolist() for rank in range(2)]
+    [[0, 3, 4, 7], [1, 2, 5, 6]]
+    """
+    numbers = np.arange(capacity)
+    return np.flatnonzero((numbers + numbers // processes) % processes == rank)
+
+
 def serve(memory_file: int, commands: int, answers: int, rank: int, processes: int) -> None:
-    """Step every n-th of the environments in shared memory, as a pipe says."""
+    """Step the environments of one process in shared memory, as a pipe says."""
     try:
         with os.fdopen(commands, "rb", closefd=False) as pipe:
             make, layout = pickle.loads(pipe.read(int.from_bytes(pipe.read(8), "little")))
             arrays = layout.arrays(mmap.mmap(memory_file, layout.size))
-            mine: dict[str, Any] = {name: array[rank::processes] for name, array in arrays.items()}
-            environments = LocalEnvironments(make, max(1, len(mine["seeds"])))
+            mine = choose_environments(layout.capacity, rank, processes)
+            environments = LocalEnvironments(make, max(1, mine.size))
             os.write(answers, DONE)
             while command := pipe.read(1):
-                count = int(mine["active"].size)
+                active = arrays["active"][mine]
                 if command == RESET:
-                    count = int(mine["active"].sum())  # the first ones
-                    mine["observations"][:count] = environments.reset(mine["seeds"][:count])
-                else:
-                    observations, rewards, ended = environments.step(mine["actions"], mine["active"])
-                    mine["observations"][:], mine["rewards"][:], mine["ended"][:] = (
-                        observations[:count],
-                        rewards[:count],
-                        ended[:count],
-                    )
+                    chosen = mine[active]  # the first ones
+                    arrays["observations"][chosen] = environments.reset(arrays["seeds"][chosen])
+                elif mine.size:
+                    observations, rewards, ended = environments.step(arrays["actions"][mine], active)
+                    arrays["observations"][mine], arrays["rewards"][mine] = observations, rewards
+                    arrays["ended"][mine] = ended
                 os.write(answers, DONE)
     except BaseException:
         os.write(answers, FAILED + traceback.format_exc(limit=-3).encode())
