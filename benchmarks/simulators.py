@@ -170,8 +170,8 @@ def measure_speed(rounds: int) -> None:
 
 def train_recipe(name: str, seeds: int, first: int, file: Path | None) -> None:
     """Train a recipe with some seeds, and print the medians of these and of those that a file holds already."""
-    kept = json.loads(file.read_text()) if file is not None and file.is_file() else {}
-    results: dict[str, Any] = kept.setdefault(name, {})
+    stored = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+    results: dict[str, Any] = stored.setdefault(name, {})
     for seed in range(first, first + seeds):
         parts = make_recipe(name, {}, seed)
         with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +194,7 @@ def train_recipe(name: str, seeds: int, first: int, file: Path | None) -> None:
         )
         results[str(seed)] = test, steps, seconds
         if file is not None:
-            file.write_text(json.dumps(kept))
+            file.write_text(json.dumps(stored))
         print(
             f"{name}, seed {seed}: return {test:.1f} on 100 held-out episodes after {steps:,} steps, {seconds:.1f} s",
             flush=True,

@@ -143,7 +143,7 @@ class VectorEnvironments:
 
 
 class EnvpoolEnvironments:
-    """Environments of envpool, which steps them by threads of its own."""
+    """Environments of envpool, which steps them in threads."""
 
     def __init__(self, name: str, settings: dict[str, Any], capacity: int, threads: int) -> None:
         self.capacity, self.name, self.settings, self.threads = capacity, name, settings, threads
