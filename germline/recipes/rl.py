@@ -2,7 +2,8 @@
 
 The policies are small, as in Mania, Guy, Recht, "Simple random search of static linear policies is competitive for
 reinforcement learning", 2018; the strategy is that of Salimans et al., "Evolution Strategies as a Scalable Alternative
-to Reinforcement Learning", 2017: mirrored pairs, centered ranks, Adam.
+to Reinforcement Learning", 2017: mirrored pairs, centered ranks, Adam. The lander, whose policy has 36 parameters of
+unlike scales, learns with a quarter of the steps by SNES.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 from germline.normalization import Normalize
 from germline.recipes.recipe import Recipe, seeded
 from germline.rl.gym import Gym
-from germline.strategies import OpenAIES
+from germline.strategies import SNES, OpenAIES
 
 STEP_PRICE = 0.2  # of a lander
 
@@ -50,8 +51,8 @@ def lunar_lander(*, seed: int = 0, hidden: int = 0, episodes: int = 2) -> Recipe
     return Recipe(
         model=seeded(seed, lambda: build_policy(8, 4, hidden)),
         objective=Gym("LunarLander-v3", episodes=episodes, max_steps=500, reward=pay_for_time),
-        strategy=OpenAIES(population=32, sigma=0.4, lr=0.3),
-        generations=300,
+        strategy=SNES(population=32, sigma=0.5),
+        generations=100,
         evaluate_every=10,
     )
 
