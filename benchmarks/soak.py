@@ -66,6 +66,7 @@ INTERRUPTED = 130  # exit code
 STALLED = 300.0  # seconds without a new generation after which a run is given up
 ROGUE_TIME = 15.0  # seconds of a worker whose answers are ignored
 LAST_LIARS = 60.0  # seconds for the last liars to be found out
+STARTING = 20.0  # seconds in which a coordinator starts its scheduler; one that dies before it listens is an error
 SPARED = 15.0  # seconds in which a worker that was hit can join again: then it is hit again
 UNHURT = 2  # workers that were not hit for this long, at least, so that the run goes on
 EDGES = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0)  # seconds
@@ -162,6 +163,8 @@ class Soak:
             fault = self.owed.pop()
         elif fault == "coordinator" and self.has_liar:
             self.owed.append(fault)
+            fault = "garbage"
+        elif fault == "scheduler" and time.monotonic() - self.coordinator.started < STARTING:
             fault = "garbage"
         elif fault == "lie" and (self.owed or self.has_liar):
             fault = "rogue"
