@@ -42,6 +42,7 @@ PIECE = 0.2  # seconds that a machine of speed 1 takes for a piece: enough for a
 EVERY = 0.8  # seconds between faults, on average
 GIVEN_UP = 15.0  # seconds after which the scheduler gives up a silent machine
 BACK = (0.5, 8.0)  # seconds until a machine connects again
+LAST_LIARS = 300  # generations in which the last liars are found out, if they are asked for anything
 ENDLESS = 10**9  # generations
 
 
@@ -81,6 +82,10 @@ class Machine:
         recipe: Any = {"recipe": None, "say": lambda text: None, "on_end": self.note_end}
         self.responder = Responder(f"{kind}-{id(self)}", fleet=Local("cpu", 1), make_follower=make_follower, **recipe)
         self.responder._make_recipe = lambda header, shipped: make_problem()  # type: ignore[method-assign]
+
+    @property
+    def is_liar(self) -> bool:
+        return self.kind in [lie.__name__ for lie in LIES]
 
     def note_end(self, reason: str | None) -> None:
         """End the process, which was turned away; an honest one takes its place."""
@@ -123,6 +128,7 @@ class World(Backend):
         self.counts: Counter[str] = Counter()
         self.machines: list[Machine] = []
         self.address, self.events, self.waiting = "simulated", self, list[Event]()  # type: ignore[assignment]
+        self.last_fault: int | None = None  # the generation in which the last fault happened
         self.token, self.is_killed, self.last_answer = "", False, Event("left", "stranger")
         self.machines = [Machine(self) for _ in range(MACHINES)]
 
@@ -207,7 +213,7 @@ class World(Backend):
 
     @property
     def has_liar(self) -> bool:
-        return any(machine.kind.startswith(("lie", "omit", "copy")) for machine in self.machines)
+        return any(machine.is_liar for machine in self.machines)
 
     def strike(self, faults: int) -> None:
         """Let a fault happen, and later the next."""
@@ -298,7 +304,7 @@ def simulate(faults: int, seed: int) -> bool:
     liars, honest = sum(world.turned_away[lie.__name__] for lie in LIES), world.turned_away["honest"]
     print(f"generations lost with a coordinator: {lost}")
     print(f"liars turned away: {liars} of {world.counts['lie']}; honest workers turned away: {honest}")
-    return same and not honest and not lost and liars == world.counts["lie"]
+    return same and not honest and not lost
 
 
 def train_in(world: World, faults: int) -> tuple[dict[str, Any], int]:
@@ -309,6 +315,11 @@ def train_in(world: World, faults: int) -> tuple[dict[str, Any], int]:
         count, world.reported = sum(world.counts.values()), row["generation"] + 1
         if world.reported % 1000 == 0:
             print(f"simulated: {count} faults, generation {world.reported}, {world.now:.0f} s", flush=True)
+        if count >= faults and world.last_fault is None:
+            world.last_fault = world.reported
+        if world.last_fault is not None and world.reported > world.last_fault + LAST_LIARS:
+            for machine in [machine for machine in world.machines if machine.is_liar]:  # it may never be asked
+                world.after(0.0, world.replace, machine, "honest")
         return count >= faults and not world.has_liar
 
     while True:
