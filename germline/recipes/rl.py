@@ -3,7 +3,7 @@
 The policies are small, as in Mania, Guy, Recht, "Simple random search of static linear policies is competitive for
 reinforcement learning", 2018; the strategy is that of Salimans et al., "Evolution Strategies as a Scalable Alternative
 to Reinforcement Learning", 2017: mirrored pairs, centered ranks, Adam. The lander, whose policy has 36 parameters of
-unlike scales, learns with a quarter of the steps by SNES.
+unlike scales, learns with fewer steps by SNES.
 """
 
 import numpy as np
