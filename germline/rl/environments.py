@@ -18,7 +18,7 @@ from germline.errors import BadInput
 
 Array = NDArray[Any]
 Made = Callable[[], Any]  # returns one environment
-# envpool's MuJoCo is no faster, and aborts in forked processes; its Atari games have other observations
+# envpool's MuJoCo is no faster, and a run with it aborted; its Atari games have other observations
 FASTER_IN_ENVPOOL = ("gymnasium.envs.classic_control", "gymnasium.envs.box2d")
 
 
