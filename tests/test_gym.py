@@ -187,6 +187,25 @@ def test_the_reward_hook_is_for_training_alone() -> None:
     assert result.summary["metrics"]["test_return"] < 0
 
 
+@pytest.mark.slow
+def test_an_environment_that_could_not_be_drawn_is_not_drawn_again() -> None:
+    """MuJoCo without OpenGL raises an error at first, and aborts the process when it is asked once more."""
+    program = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "from germline.rl.environments import make_environment\n"
+        "from germline.rl.picture import draw_episode\n"
+        "settings = {'render_mode': 'rgb_array', 'max_episode_steps': 3}\n"
+        "for name in ('Swimmer-v5', 'Swimmer-v5', 'HalfCheetah-v5'):\n"
+        "    action = make_environment(name, settings).action_space.sample()\n"
+        "    drawn = draw_episode(lambda: make_environment(name, settings), lambda x, state: (action, None), 0)\n"
+        "    print(drawn is not None)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "DISPLAY"} | {"MUJOCO_GL": "glfw"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.split())) == 1, done.stdout
+
+
 def test_mistakes_are_sentences() -> None:
     with pytest.raises(BadInput, match="There is no environment 'CartPool-v1'"):
         gl.Gym("CartPool-v1")

@@ -11,6 +11,7 @@ import numpy as np
 
 MAX_FRAMES, MAX_WIDTH, SECONDS = 60, 240, 4.0
 MAX_STEPS = 2000  # of an episode that is drawn
+failed: set[Any] = set()  # functions that could not draw: MuJoCo's aborts the process if it is called once more
 
 
 def draw_episode(make: Callable[[], Any], act: Callable[[Any, Any], tuple[Any, Any]], seed: int) -> bytes | None:
@@ -47,10 +48,17 @@ def without_display() -> Iterator[None]:
 def play_frames(make: Callable[[], Any], act: Callable[[Any, Any], tuple[Any, Any]], seed: int) -> list[Any]:
     """Return the pictures of all steps of an episode."""
     environment = make()
+    draw = getattr(environment.render, "__func__", environment.render)
     try:
+        if draw in failed:
+            raise RuntimeError("this environment could not be drawn before")
         observation, frames, state = environment.reset(seed=seed)[0], [], None
         for _ in range(MAX_STEPS):
-            frames.append(environment.render())
+            try:
+                frames.append(environment.render())
+            except Exception:
+                failed.add(draw)
+                raise
             action, state = act(observation, state)
             observation, _, terminated, truncated, _ = environment.step(action if np.ndim(action) else int(action))
             if terminated or truncated:
