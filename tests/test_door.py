@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -227,3 +229,28 @@ def test_the_status_page_answers_to_its_own_names_and_few_connections(
 
 def test_text_of_workers_cannot_change_a_terminal() -> None:
     assert make_printable("a\x1b]0;title\x07\n\u202eb\u00e9") == "a?]0;title???b\u00e9"
+
+
+def test_a_scheduler_that_is_killed_while_it_starts_is_started_once_more() -> None:
+    """Find the scheduler among the children of this process, and kill it before it has imported anything."""
+    killed: list[int] = []
+
+    def kill() -> None:
+        while not killed:
+            for child in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+                for number in map(int, child.read_text().split()):
+                    with suppress(OSError):
+                        if b"scheduler_process" in Path(f"/proc/{number}/cmdline").read_bytes() and not killed:
+                            os.kill(number, signal.SIGKILL)
+                            killed.append(number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    scheduler = scheduler_process.SchedulerProcess("127.0.0.1", 0)
+    try:
+        killer.join()
+        assert scheduler.process.pid not in killed
+        with Client(scheduler.address, timeout=60, set_as_default=False) as client:  # type: ignore[no-untyped-call]
+            assert client.nthreads() == {}
+    finally:
+        scheduler.end()

@@ -33,6 +33,7 @@ PAUSE = 0.05  # seconds to wait for descriptors if there are none
 PATIENCE = 10.0  # seconds for a connection to show a certificate and begin to speak
 LOOK = 2.0  # seconds between looks at the list of revoked names
 QUIET = 60.0  # seconds between lines about connections that were turned away
+ATTEMPTS = 3  # to start a scheduler that ends without a reason
 
 
 class SchedulerProcess:
@@ -52,14 +53,17 @@ class SchedulerProcess:
         self.options["port"] = int(self.address.rpartition(":")[2])
 
     def _start(self) -> str:
-        command = [sys.executable, "-P", __file__, json.dumps(self.options)]
-        self.process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
-        assert self.process.stdout is not None
-        word, _, text = self.process.stdout.readline().decode().strip().partition(" ")
-        if word != "address":
+        command, text = [sys.executable, "-P", __file__, json.dumps(self.options)], ""
+        for _ in range(ATTEMPTS):
+            self.process = Popen(command, stdin=PIPE, stdout=PIPE, start_new_session=True)
+            assert self.process.stdout is not None
+            word, _, text = self.process.stdout.readline().decode().strip().partition(" ")
+            if word == "address":
+                return text
             self.end()
-            raise OSError(text or "the scheduler ended at once")
-        return text
+            if text:
+                break
+        raise OSError(text or "the scheduler ends as soon as it is started")
 
     @property
     def has_ended(self) -> bool:
