@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from germline import OpenAIES, Recipe
 from germline.engine import loop, opening, replay
+from germline.engine.files import write_tensors
 from germline.engine.history import Row, read_rows
 from germline.engine.journal import Journal, Record
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
-from germline.errors import BadInput
+from germline.errors import BadInput, MachineError
 from germline.fleet import Local
 from germline.genome import theta_sha256
 from germline.recipes.recipe import seeded
@@ -369,3 +371,32 @@ def test_the_memory_of_a_replay_does_not_grow_with_the_run(tmp_path: Path) -> No
     tracemalloc.stop()
     assert replayed.generation == 300
     assert peak < 2_500_000
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_a_killed_process_has_left_of_a_file_is_removed(tmp_path: Path, is_folder: bool) -> None:
+    left = tmp_path / "00000007.partial"
+    if is_folder:
+        left.mkdir()
+        (left / ".tmpAbCdEf").write_bytes(b"half of a file")
+    else:
+        left.write_bytes(b"half of a file")
+    write_tensors(tmp_path / "00000007.safetensors", {"theta": torch.arange(3.0)})
+    assert [file.name for file in tmp_path.iterdir()] == ["00000007.safetensors"]
+    assert load_file(tmp_path / "00000007.safetensors")["theta"].tolist() == [0, 1, 2]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """A limit of the process, since there is no small disk here: see tests/test_faults.py for one that is full."""
+    import resource
+    import signal
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(MachineError, match="cannot be written"):
+            write_tensors(tmp_path / "large.safetensors", {"theta": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())

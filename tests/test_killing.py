@@ -61,7 +61,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 def check_files(path: Path) -> None:
-    """Check that a finished run holds whole files alone; a kill may have cost a snapshot, and left its partial file."""
+    """Check that a finished run holds whole files alone; a kill may have cost a snapshot, and left a partial folder."""
     names = ["hash", "journal.end", "journal.sqlite", "model.safetensors", "snapshots"]
     assert sorted(file.name for file in path.iterdir()) == names
     files = list((path / "snapshots").iterdir())
@@ -69,7 +69,9 @@ def check_files(path: Path) -> None:
     partial = {int(file.stem) for file in files if file.suffix == ".partial"}
     assert len(whole) + len(partial) == len(files)
     assert {SNAPSHOTS[0], SNAPSHOTS[-1]} <= whole <= set(SNAPSHOTS)
-    assert partial <= set(SNAPSHOTS) - whole  # a partial file becomes the snapshot, so that there are never both
+    assert partial <= set(SNAPSHOTS)
+    for number in partial & whole:  # the content of the folder has become the snapshot
+        assert not list((path / "snapshots" / f"{number:08}.partial").iterdir())
 
 
 def check_replay(path: Path, strategy: str, expected: str) -> None:

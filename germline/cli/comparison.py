@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 from germline.engine.best import lower_is_better
+from germline.engine.files import write_atomically
 from germline.engine.history import Row, read_rows
-from germline.engine.journal import Journal, write_atomically
+from germline.engine.journal import Journal
 from germline.errors import BadInput
 from germline.reporting.page import CONTROLS, Charts, render_page, render_table
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from germline.engine.journal import write_tensors
+from germline.engine.files import write_tensors
 from germline.genome import Genome
 
 

@@ -12,12 +12,11 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,8 @@ import torch
 from torch import Tensor
 
 from germline import noise
-from germline.errors import BadInput, MachineError, count
+from germline.engine.files import sync, translate_io_errors, write_tensors
+from germline.errors import BadInput, count
 from germline.genome import theta_sha256
 from germline.strategies import GenerationResult, pack, unpack
 
@@ -424,61 +424,6 @@ def free_directory(path: Path) -> Path:
     """Return a path, or the first of path-2, path-3, ... that does not exist."""
     candidates = (path if i == 1 else path.with_name(f"{path.name}-{i}") for i in range(1, 1_000_000))
     return next(candidate for candidate in candidates if not candidate.exists())
-
-
-@contextmanager
-def translate_io_errors(path: Path) -> Iterator[None]:
-    """Turn what SQLite and the operating system raise about a file into a sentence."""
-    try:
-        yield
-    except sqlite3.OperationalError as error:
-        kind = MachineError if any(word in str(error) for word in ("full", "I/O")) else BadInput
-        message = f"The journal of {path} cannot be used: {error}"
-        raise kind(f"{message}. Check the disk, and whether another process uses the run.") from error
-    except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
-        raise BadInput(f"The journal of {path} is damaged ({error}): restore the run from a copy.") from error
-    except OSError as error:
-        kind = MachineError if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO) else BadInput
-        raise kind(f"{path} cannot be written: {error.strerror or error}.") from error
-
-
-def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file that is complete or not there at all, even after a power cut."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with complete_file(file) as partial:
-        try:
-            save_file(dict(tensors), partial, dict(metadata) if metadata is not None else None)
-        except SafetensorError as error:  # it names the system's error only in its text
-            code = re.search(r"code: (\d+)", str(error))
-            raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Write a file that is complete or not there at all, even after a power cut."""
-    with complete_file(file) as partial:
-        partial.write_bytes(content)
-
-
-@contextmanager
-def complete_file(file: Path) -> Iterator[Path]:
-    """Yield the path to write a file to; it gets its name once it is on disk."""
-    partial = file.with_suffix(".partial")
-    with translate_io_errors(file):
-        yield partial
-        with partial.open("rb+") as written:
-            os.fsync(written.fileno())
-        partial.replace(file)
-        sync(file.parent)
-
-
-def sync(directory: Path) -> None:
-    """Make renames in a directory survive a power cut, where the system can promise that."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(directory, os.O_DIRECTORY)
-        os.fsync(handle)
-        os.close(handle)
 
 
 def canonical(value: Any) -> str:

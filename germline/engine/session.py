@@ -16,8 +16,9 @@ from germline.engine.best import Best
 from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
 from germline.engine.drivers import Driver, find_driver, gradient_strategy, make_inputs, sum_observations
 from germline.engine.export import export_model
+from germline.engine.files import write_atomically
 from germline.engine.history import Row, describe_record, read_rows
-from germline.engine.journal import Journal, Record, write_atomically
+from germline.engine.journal import Journal, Record
 from germline.engine.scoring import Scorer
 from germline.errors import BadInput
 from germline.fleet.executor import Executor

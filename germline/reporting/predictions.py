@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from germline.engine.journal import write_atomically
+from germline.engine.files import write_atomically
 from germline.engine.session import Session
 from germline.objective import EVALUATION_BATCH, Batch, seeded_generators
 from germline.population.isolation import single_threaded_torch

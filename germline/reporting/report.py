@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from germline.engine.best import lower_is_better
+from germline.engine.files import write_atomically
 from germline.engine.header import check_parts, describe_value
 from germline.engine.history import Row, read_rows
-from germline.engine.journal import Journal, write_atomically
+from germline.engine.journal import Journal
 from germline.engine.session import Session
 from germline.population import METHODS, Plan
 from germline.reporting.numbers import format_number, preferred_metric
