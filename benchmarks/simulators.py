@@ -234,7 +234,7 @@ def run_evotorch(seed: int) -> tuple[float, float, int]:
         state = functional.pgpe_tell(state, population, evaluate(population))
     seconds, policy = time.perf_counter() - started, problem.to_policy(state.optimizer_state.center)
     test = gl.Gym("CartPole-v1").measure(SingleMember(policy), "test", seed)["return"]
-    return test, seconds, int(problem.total_interaction_count)
+    return test, seconds, int(problem.interaction_count)
 
 
 def run_evosax(seed: int) -> tuple[float, float, int]:
