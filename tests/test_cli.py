@@ -21,6 +21,10 @@ from germline.engine.journal import Journal
 from germline.recipes import make_recipe
 
 runner = CliRunner()
+RUN_FILES = {  # of a finished run with classes
+    *("journal.sqlite", "journal.end", "snapshots", "model.safetensors"),
+    *("report.html", "curves.csv", "predictions.json"),
+}
 CONTRACT = {
     "run",
     "recipe",
@@ -75,16 +79,7 @@ def test_a_run_from_beginning_to_end(here: Path) -> None:
     assert (summary["generations"], summary["evaluations"], summary["stopped_by"]) == (15, 240, "generations")
     assert summary["run"] == "runs/one"
     run = here / "runs" / "one"
-    names = {
-        "journal.sqlite",
-        "journal.end",
-        "snapshots",
-        "model.safetensors",
-        "report.html",
-        "curves.csv",
-        "predictions.json",
-    }
-    assert {file.name for file in run.iterdir()} == names
+    assert {file.name for file in run.iterdir()} == RUN_FILES
     page = (run / "report.html").read_text()
     assert "own.py" in page
     assert "<svg" in page

@@ -30,6 +30,7 @@ from germline.engine.history import Row
 from germline.engine.journal import Journal
 from germline.engine.session import Session
 from germline.recipes import Recipe, make_recipe
+from tests.test_cli import RUN_FILES
 from tests.threads import ranks_as_threads
 
 ROOT = Path(__file__).parent.parent
@@ -150,16 +151,7 @@ def test_a_result_shows_itself_and_its_report(tmp_path: Path) -> None:
     page = result._repr_html_()
     assert page.count("<polyline") == 1
     assert "dev accuracy" in page
-    names = {
-        "journal.sqlite",
-        "journal.end",
-        "snapshots",
-        "model.safetensors",
-        "report.html",
-        "curves.csv",
-        "predictions.json",
-    }
-    assert {file.name for file in (tmp_path / "run").iterdir()} == names
+    assert {file.name for file in (tmp_path / "run").iterdir()} == RUN_FILES
     written = (tmp_path / "run" / "report.html").read_text()
     drawings = re.findall("<svg.*?</svg>", written)  # for readers without scripts
     assert len(drawings) > 4
