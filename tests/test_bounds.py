@@ -119,6 +119,8 @@ def test_texts_become_settings() -> None:
     for kind, text in ((int, "x"), (bool, "1"), (float | Schedule, "linear"), (int, "none")):
         with pytest.raises(BadInput, match="cannot be"):
             parse_setting(kind, "a", text)
+    with pytest.raises(BadInput, match=r"it takes a number or linear\(START, STOP\) or none\.$"):
+        parse_setting(float | Schedule | None, "a", "linear")
 
 
 def test_optimizers_by_their_settings() -> None:
@@ -136,6 +138,12 @@ def test_optimizers_by_their_settings() -> None:
         OpenAIES(scheduler=lambda optimizer: None)
     assert OpenAIES(sigma="auto").needs_probe
     assert not OpenAIES(sigma=0.1).needs_probe
+
+
+def test_settings_are_in_the_docstring_of_a_strategy() -> None:
+    text = SNES.__doc__ or ""
+    assert text.startswith("Separable natural evolution strategies")
+    assert "    Args:\n        population: members of a generation" in text
 
 
 def test_schedules_over_a_run_and_ranks_by_name() -> None:
@@ -233,6 +241,8 @@ def test_the_first_chunk_of_an_unknown_worker_is_an_eighth_of_half_its_share() -
     slow = ChunkScheduler(10, {1: 0.25, 2: 0.5})
     assert slow.rate(3) == slow.rate() == 0.375
     assert slow.rate(1) == 0.25
+    slow.total = 0.0  # what rounding may leave of rates that come and go
+    assert slow.rate(3) == 1.0
 
 
 def test_a_chunk_is_computed_again_when_it_is_overdue_and_not_before() -> None:
@@ -265,6 +275,16 @@ def test_a_much_faster_worker_takes_over_the_last_chunk() -> None:
         scheduler.complete(slow.number, 0.0)  # the other one takes until 1.0
         scheduler.rates["fast"] = speed
         assert (scheduler.next_chunk("fast", 0.0) is not None) == takes
+
+
+def test_a_slow_worker_is_given_work_only_when_a_fast_one_is_overdue() -> None:
+    """Twelve pieces: alone the slow worker needs 10 seconds for one, both together 12 / 10.1 for all."""
+    scheduler = ChunkScheduler(12, {"fast": 10.0, "slow": 0.1})
+    chunk = scheduler.next_chunk("fast", 0.0)
+    assert chunk is not None
+    assert chunk.deadline == pytest.approx(OVERDUE * 6 / 10.0 + SHORTEST)
+    for now, takes in ((0.0, False), (chunk.deadline, False), (math.nextafter(chunk.deadline, INF), True)):
+        assert (scheduler.next_chunk("slow", now) is not None) == takes
 
 
 def test_pieces_that_are_withdrawn_are_computed_once_more() -> None:

@@ -125,11 +125,11 @@ def test_the_fifth_rule_of_hybrid_es() -> None:
     gated = HybridES(variant="gated")
     reference = gated.reference_candidates(gated.init(torch.ones(2)), Field(1), 1, {"lr": 1.0})
     assert reference is not None
-    assert reference.center.tolist() == [1.0, 1.0]  # no step
+    assert (reference.center.tolist(), reference.sigma) == ([1.0, 1.0], 0.0)  # no step, no noise
     adapting = replace(HybridES(lr=0.5, adapt=1.5).init(torch.ones(2)), direction=torch.ones(2))
     stepped = strategy.reference_candidates(adapting, Field(1), 1, {"lr": 0.5})
     assert stepped is not None
-    assert stepped.center.tolist() == [0.5, 0.5]
+    assert (stepped.center.tolist(), stepped.sigma) == ([0.5, 0.5], 0.0)
 
 
 def test_hybrid_es_learns_nothing_from_what_is_not_finite() -> None:
