@@ -53,7 +53,7 @@ from germline.fleet.spmd.group import Ranks
 from germline.fleet.spmd.shares import Shares
 from germline.genome import theta_sha256
 from germline.optim.optimizers import Moments
-from germline.reporting.report import read_run, render_results, render_settings
+from germline.reporting.report import read_run, write_report
 from germline.strategies import pack
 
 GENERATIONS = 6
@@ -168,9 +168,8 @@ class Fuzzer:
     def replay_copy(self, *, is_forged: bool = False) -> str:
         journal = Journal.open(self.copy)
         try:
-            _, header, rows, _ = run = read_run(self.copy)
-            render_settings(header)
-            render_results([run])
+            _, _, rows, _ = run = read_run(self.copy)
+            write_report([run], self.copy / "report.html")
             session = open_for_replay(journal)
             replay(session)
         finally:

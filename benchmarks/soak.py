@@ -22,6 +22,9 @@ With ``--faults``, what is missing after these minutes happens on a simulated cl
 end the run is interrupted, and this prints whether its weights are those of an undisturbed run of as many generations
 in one process, whether every generation is in the journal, whether memory has grown, and how long recoveries took. A
 recovery lasts from a fault to the second generation that is written after it: the first may have been finished before.
+
+Weight decay keeps the loss of ``openai-es`` near 1: without it all scores are 0 after some thousand generations, and
+any answers would give the right weights. The scores of the last generation are printed, and must differ.
 """
 
 import argparse
@@ -43,6 +46,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rogues import GARBAGE, LIES
 from soak_processes import GERMLINE, Child, Link, Nursery, freeze, send_garbage, slow_down
 
@@ -289,6 +293,13 @@ class Soak:
         self.nursery.close()
 
 
+def read_scores(run: Path) -> Any:
+    """Return the scores of the last generation of a run."""
+    with closing(sqlite3.connect(run / "journal.sqlite")) as connection:
+        content = connection.execute("SELECT scores FROM record ORDER BY generation DESC LIMIT 1").fetchone()[0]
+    return np.frombuffer(content, np.float32)
+
+
 def train_alone(folder: Path, settings: list[str], length: int) -> dict[str, Any]:
     """Train as many generations in one process, and return the summary."""
     command = [*GERMLINE, "train", "digits", *settings, "--generations", str(length)]
@@ -311,10 +322,13 @@ def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> boo
     liars, ended = soak.trouble["liars turned away"], soak.trouble["honest workers that ended"]
     print(f"liars turned away: {liars} of {soak.counts['lie']}; honest workers that ended: {ended}")
     for kind, sizes in soak.sizes.items():
-        first, last = (
-            statistics.median(size for when, size in sizes if low * soak.clock <= when <= high * soak.clock)
+        early, late = (
+            [size for when, size in sizes if low * soak.clock <= when <= high * soak.clock]
             for low, high in ((0.0, 0.25), (0.75, 1.0))
         )
+        if not (early and late):  # in a short run, none of this kind is old enough
+            continue
+        first, last = statistics.median(early), statistics.median(late)
         print(
             f"memory of {kind}s older than {OLD:.0f} s, first and last quarter of the time:"
             f" {first / 1e6:.0f} MB, {last / 1e6:.0f} MB ({last / first - 1:+.1%})"
@@ -323,7 +337,9 @@ def report(soak: Soak, summary: dict[str, Any], expected: dict[str, Any]) -> boo
     for low, high in zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True):
         counts_by_name = {name: sum(low <= t < high for t in times) for name, times in soak.recoveries.items()}
         print(f"  {low:5.1f} to {high:5.1f}  " + "  ".join(f"{name} {n:3}" for name, n in counts_by_name.items()))
-    return same and whole and not lost and not ended
+    scores = read_scores(soak.run)
+    print(f"scores of the last generation: from {scores.min():.4g} to {scores.max():.4g}")
+    return same and whole and not lost and not ended and bool(scores.min() < scores.max())
 
 
 def main() -> None:
@@ -341,6 +357,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = ["--strategy", options.strategy, "--population", str(options.population), "--device", "cpu", "--json"]
     settings += ["--set", f"recipe.hidden={options.hidden}", "--set", f"recipe.batch_size={options.batch}"]
+    settings += ["--set", "weight_decay=1"] if options.strategy == "openai-es" else []
     nursery, is_right, count = Nursery(), True, 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)

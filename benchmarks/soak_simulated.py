@@ -18,9 +18,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from forgery import small_recipe
 from rogues import GARBAGE, LIES, Liar, Rogue
 from soak import FAULTS
@@ -226,6 +229,8 @@ class World(Backend):
             fault = "garbage"
         machine = self.chance.choice(honest)
         self.counts[fault] += 1
+        if self.counts.total() % 500 == 0:
+            print(f"simulated: {self.counts.total()} faults, generation {self.reported}", flush=True)
         getattr(self, f"strike_{fault}")(machine)
 
     def strike_kill(self, machine: Machine) -> None:
@@ -276,8 +281,13 @@ class World(Backend):
 
 
 def make_problem() -> gl.Recipe:
-    """Return a problem of eight pieces that takes a millisecond."""
-    return small_recipe(gl.OpenAIES(population=256))
+    """Return a problem of eight pieces that takes a millisecond, and that the net cannot learn.
+
+    Where every score is 0 a lie changes nothing, and a run of any answers has the right weights.
+    """
+    recipe = small_recipe(gl.OpenAIES(population=256, weight_decay=0.1))
+    x = torch.linspace(-1, 1, 240).reshape(48, 5)
+    return replace(recipe, data=(x, torch.arange(48) % 3))
 
 
 def simulate(faults: int, seed: int) -> bool:
@@ -294,6 +304,7 @@ def simulate(faults: int, seed: int) -> bool:
                 module.time = time  # type: ignore[attr-defined]
         alone = opening.start(make_problem(), Path(folder) / "alone", seed=0, fleet=Local("cpu", 1), about={})
         expected = loop.run(alone, Stop(generations=summary["generations"]))
+        scores = [record.result.scores for record in alone.require_journal().records()][-1]
         alone.require_journal().close()
     same = summary["theta_sha256"] == expected["theta_sha256"]
     counts = ", ".join(f"{name} {count}" for name, count in world.counts.items())
@@ -304,7 +315,14 @@ def simulate(faults: int, seed: int) -> bool:
     liars, honest = sum(world.turned_away[lie.__name__] for lie in LIES), world.turned_away["honest"]
     print(f"generations lost with a coordinator: {lost}")
     print(f"liars turned away: {liars} of {world.counts['lie']}; honest workers turned away: {honest}")
-    return same and not honest and not lost
+    print(f"scores of the last generation: from {scores.min():.4g} to {scores.max():.4g}")
+    return same and not honest and not lost and bool(scores.min() < scores.max())
+
+
+def go_back(world: World, forget: Callable[[int], None], generation: int) -> None:
+    """Go back to a generation, behind a lie: those after it are not lost, but undone."""
+    world.reported = min(world.reported, generation)
+    forget(generation)
 
 
 def train_in(world: World, faults: int) -> tuple[dict[str, Any], int]:
@@ -313,8 +331,6 @@ def train_in(world: World, faults: int) -> tuple[dict[str, Any], int]:
 
     def is_over(session: Any, row: Any) -> bool:
         count, world.reported = sum(world.counts.values()), row["generation"] + 1
-        if world.reported % 1000 == 0:
-            print(f"simulated: {count} faults, generation {world.reported}, {world.now:.0f} s", flush=True)
         if count >= faults and world.last_fault is None:
             world.last_fault = world.reported
         if world.last_fault is not None and world.reported > world.last_fault + LAST_LIARS:
@@ -325,6 +341,7 @@ def train_in(world: World, faults: int) -> tuple[dict[str, Any], int]:
     while True:
         fleet = Cluster(world, "cpu")
         fleet.crew.say = lambda text: None
+        fleet.coordinator.go_back = partial(go_back, world, fleet.coordinator.go_back)  # type: ignore[method-assign]
         world.begin()
         if world.run.exists():
             journal = Journal.open(world.run)

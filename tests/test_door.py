@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import Client
@@ -25,14 +27,15 @@ from germline.fleet.cluster import keys, scheduler_process
 from germline.fleet.cluster.backend import make_printable
 from germline.fleet.cluster.keys import add_machine, create_authority, revoke_machine
 from germline.fleet.spmd.launch import free_port
-from tests.test_cluster import GENERATIONS, GERMLINE, LONG, RUN, make_digits, train
+from tests.test_cluster import GERMLINE, LONG, RUN, make_digits, train
 from tests.test_cluster_processes import ProcessFleet, start_fleet  # noqa: F401
 from tests.test_faults import count_generations
 from tests.test_first_hour_trainer import run_in_terminal
 
 pytestmark = pytest.mark.slow
 
-FLOOD = 2000  # connections that say nothing
+FLOOD = 2000  # connections that say nothing, or begin to
+HALF_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(32)  # of TLS: 512 bytes are announced
 SERVE = """
 import subprocess, sys
 from pathlib import Path
@@ -68,30 +71,45 @@ def test_a_run_has_one_coordinator_at_a_time(start_fleet: Callable[..., ProcessF
 
 
 def test_a_flood_of_connections_does_not_end_a_run(tmp_path: Path) -> None:
-    """Thousands of strangers connect to the port, show no certificate and stay; two workers train to the end."""
-    expected = train(make_digits(), gl.Local("cpu"), tmp_path / "local", GENERATIONS)
+    """Thousands of strangers connect while two workers train, show no certificate and stay; the run goes on."""
+    expected = train(make_digits(), gl.Local("cpu"), tmp_path / "local", LONG)
     create_authority(tmp_path / "keys")
     machine, port = add_machine(tmp_path / "keys", "honest"), free_port()
     run = [*GERMLINE, "serve", *RUN, "--listen", f"127.0.0.1:{port}", "--status", "127.0.0.1:0", "--name", "run"]
-    run += ["--runs", str(tmp_path), "--keys", str(tmp_path / "keys")]
+    run += ["--runs", str(tmp_path), "--keys", str(tmp_path / "keys"), "--generations", str(LONG)]
     work = [*GERMLINE, "worker", f"127.0.0.1:{port}", "--recipe", "digits", "--device", "cpu", "--keys", str(machine)]
     log = tmp_path / "log.txt"
     with ExitStack() as stack, log.open("w") as errors:
         coordinator = stack.enter_context(subprocess.Popen(run, stdout=subprocess.PIPE, stderr=errors, text=True))
         stack.callback(coordinator.kill)
-        until = time.monotonic() + 120
-        while "waiting for workers" not in log.read_text():
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        for _ in range(FLOOD):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
         for _ in range(2):
             worker = stack.enter_context(subprocess.Popen([*work, "--workers", "1"], stderr=subprocess.DEVNULL))
             stack.callback(worker.kill)
+        until = time.monotonic() + 120
+        while log.read_text().count("has joined") < 2 or count_generations(tmp_path / "run") < 2:
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        for number in range(FLOOD):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            if number % 2:
+                with suppress(ConnectionError):  # it may have been turned away already
+                    stranger.sendall(HALF_HELLO)
+        during = count_generations(tmp_path / "run")
         summary = json.loads(coordinator.communicate(timeout=300)[0].splitlines()[-1])
+    assert during < LONG  # all of them came while the run went on
     assert summary["theta_sha256"] == expected
     assert "Traceback" not in log.read_text()
     assert len([line for line in log.read_text().splitlines() if "turned away so far" in line]) <= 3
+
+
+def test_a_stranger_that_begins_to_speak_and_stops_is_turned_away(start_fleet: Callable[..., ProcessFleet]) -> None:  # noqa: F811
+    """Half of a greeting of TLS, and then nothing: the connection ends, though no other stranger wants its place."""
+    fleet = start_fleet(LONG)
+    fleet.wait_for_line("waiting for workers")
+    with closing(socket.create_connection(("127.0.0.1", fleet.port), timeout=60)) as stranger:
+        stranger.sendall(HALF_HELLO)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
 
 
 FEW = """
@@ -182,16 +200,25 @@ def test_keys_are_private_whatever_the_umask_is_and_expire(tmp_path: Path, monke
     before = os.umask(0)
     try:
         create_authority(tmp_path / "keys")
+        add_machine(tmp_path / "keys", "good")
         monkeypatch.setattr(keys, "MACHINE_DAYS", -1)
         machine = add_machine(tmp_path / "keys", "late")
     finally:
         os.umask(before)
     for place in (tmp_path / "keys", machine, *machine.iterdir()):
         assert stat.S_IMODE(place.stat().st_mode) & 0o077 == 0
+    dates = decode_certificate(tmp_path / "keys" / "good" / "cert.pem")
+    assert 30 < (dates["notAfter"] - dates["notBefore"]) / 86400 < 366  # months, not years
     with pytest.raises(BadInput, match="has expired on"):
         gl.Dask("127.0.0.1:1", keys=machine)
     with pytest.raises(BadInput, match="has no machine 'other'"):
         revoke_machine(tmp_path / "keys", "other")
+
+
+def decode_certificate(file: Path) -> dict[str, float]:
+    """Return when a certificate begins and ends, in seconds."""
+    content: Any = ssl._ssl._test_decode_cert(str(file))  # type: ignore[attr-defined]
+    return {name: ssl.cert_time_to_seconds(content[name]) for name in ("notBefore", "notAfter")}
 
 
 def test_a_file_in_the_working_directory_is_not_run_by_workers(tmp_path: Path) -> None:

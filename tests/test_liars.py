@@ -1,8 +1,10 @@
 """Workers that lie are found out by audits, and the run ends with the weights of honest workers."""
 
 import random
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from germline.engine.opening import open_for_replay
 from germline.engine.replay import verify
 from germline.fleet.cluster import jobs
 from germline.fleet.cluster.admission import Admission
+from germline.fleet.cluster.backend import Head, Message
 from germline.fleet.cluster.crew import Crew, RemoteWorker
 from germline.fleet.cluster.jobs import Coordinator, Job
 from germline.fleet.gradients import Scores
@@ -26,6 +29,8 @@ from tests.test_cluster import make_digits, open_cluster, train
 pytestmark = pytest.mark.slow
 
 GENERATIONS = 120  # an audit comes every 20 generations on average
+HONEST = 12  # answers of a liar that are right
+FOUND_OUT = 90  # generations within which 99 % of those that always lie are found out, as docs/fleets.md says
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,10 +51,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_liar_is_turned_away_and_the_result_is_the_honest_one(lie: Lie, expected: str, tmp_path: Path) -> None:
     with open_cluster() as cluster:
         cluster.fleet.coordinator.chance = random.Random(1)  # so that the test is the same each time
-        cluster.add_before_training(lambda fleet: Liar(fleet, lie), Follower)
+        found_out: list[int] = []  # the generation
+
+        def say(text: str) -> None:
+            cluster.lines.append(text)
+            if "is turned away" in text:
+                found_out.append(cluster.fleet.coordinator.generation)
+
+        cluster.fleet.crew.say = say
+        cluster.add_before_training(lambda fleet: Liar(fleet, lie, HONEST), Follower)
         assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected
     liar, honest = cluster.workers
     assert liar.is_refused
+    assert len(found_out) == 1
+    assert found_out[0] <= HONEST + FOUND_OUT
     assert not honest.is_refused
     went_back = any("goes back to generation" in line for line in cluster.lines)
     assert went_back == (lie is not omit_fields)  # no answer without a checksum was ever used
@@ -84,6 +99,37 @@ def test_a_liar_that_leaves_is_audited_before_it_is_forgotten(
         assert [line for line in cluster.lines if "goes back to generation 0" in line]
 
 
+class SlowLiar(Liar):
+    """A worker that lies for some generations, and then is too slow for its answers to be used."""
+
+    def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
+        if self.count > self.honest + 6:
+            time.sleep(0.5)
+        return super().compute(head, arrays)
+
+
+class LiarThatSendsGarbage(Liar):
+    """A worker that lies for some generations, and then sends what cannot be read."""
+
+    def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
+        answer = super().compute(head, arrays)
+        return Message(answer.head, [b"no scores"]) if self.count > self.honest + 6 else answer
+
+
+@pytest.mark.parametrize("kind", [SlowLiar, LiarThatSendsGarbage])
+def test_a_liar_whose_answers_are_not_used_any_more_is_audited(
+    kind: type[Liar], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later draw finds its answers, neither by chance nor at the end, and it was turned away for garbage alone."""
+    monkeypatch.setattr(jobs, "AUDIT_EVERY", 1e9)
+    monkeypatch.setattr(scoring, "CHECK_EVERY", 1000)
+    with open_cluster() as cluster:
+        cluster.add_before_training(lambda fleet: kind(fleet, lie_always), Follower)
+        assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected
+        assert [line for line in cluster.lines if "goes back to generation 0" in line]
+    assert [worker.is_refused for worker in cluster.workers] == [True, False]
+
+
 def test_a_liar_does_not_make_a_run_doubt_its_plan(
     expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +140,58 @@ def test_a_liar_does_not_make_a_run_doubt_its_plan(
         cluster.add_before_training(lambda fleet: Liar(fleet, lie_always), Follower)
         assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected
     assert [worker.is_refused for worker in cluster.workers] == [True, False]
+
+
+class LiarOfSomeBlocks(Liar):
+    """A worker that lies in all chunks of a generation but its first."""
+
+    def __init__(self, fleet: gl.Local, has_lied: threading.Event) -> None:
+        super().__init__(fleet, lie_always, honest=0)
+        self.last_generation, self.has_lied = -1, has_lied
+
+    def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
+        is_first, self.last_generation = head["generation"] != self.last_generation, head["generation"]
+        if is_first:
+            return Follower.compute(self, head, arrays)
+        self.has_lied.set()
+        return super().compute(head, arrays)
+
+
+class LateFollower(Follower):
+    """An honest worker that leaves most of the work to a liar until it has lied."""
+
+    def __init__(self, fleet: gl.Local, has_lied: threading.Event) -> None:
+        super().__init__(fleet)
+        self.has_lied = has_lied
+
+    def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
+        self.has_lied.wait(timeout=0.2)
+        return super().compute(head, arrays)
+
+
+def test_a_liar_of_some_blocks_does_not_make_a_run_doubt_its_plan(
+    expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One block of a worker that is drawn may be right, where the members that differ from plain copies are wrong."""
+    monkeypatch.setattr(jobs, "AUDIT_EVERY", 1e9)
+    monkeypatch.setattr(scoring, "CHECK_EVERY", 2)
+    monkeypatch.setattr(scoring, "SAMPLED", 32)
+    has_lied = threading.Event()
+    with open_cluster() as cluster:
+        cluster.fleet.coordinator.chance = FirstChoice()
+        cluster.add_before_training(
+            lambda fleet: LiarOfSomeBlocks(fleet, has_lied), lambda fleet: LateFollower(fleet, has_lied)
+        )
+        assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected
+    assert has_lied.is_set()
+    assert [worker.is_refused for worker in cluster.workers] == [True, False]
+
+
+class FirstChoice(random.Random):
+    """Draws the first block of a worker."""
+
+    def choice(self, sequence: Any) -> Any:
+        return min(sequence)
 
 
 def test_audits_are_drawn_as_promised() -> None:

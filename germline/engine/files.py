@@ -60,6 +60,7 @@ def remove_partial(partial: Path) -> None:
 def write_atomically(file: Path, content: bytes) -> None:
     """Write a file that is complete or not there at all, even after a power cut."""
     with complete_file(file) as partial:
+        remove_partial(partial)  # it may be a link to another file
         partial.write_bytes(content)
 
 

@@ -55,6 +55,7 @@ HEADER: dict[str, Any] = {  # what every header has, and of which type it is
 }
 INFO: dict[str, Any] = {"seconds": int | float, "samples": int, "bytes": list}  # the same of a record's info
 STEPS = 1000  # thousands of steps of SQLite's machine for the schema and the header, which take a few hundred steps
+SNAPSHOT_BYTES = 2 << 30  # of old snapshots that are kept, unless the user says how many
 PROBE = -1  # the generation of the record that holds the choice of sigma, before generation 0
 
 S = TypeVar("S")
@@ -128,6 +129,7 @@ class Journal:
         if not file.is_file():
             raise BadInput(f"{path} is not a run: there is no journal.sqlite in it.")
         with translate_io_errors(path):
+            check_files(path)
             connection = connect(file, read_only=read_only)
             header = read_header(connection, path)
             status = connection.execute("PRAGMA quick_check").fetchall()
@@ -149,7 +151,8 @@ class Journal:
     @classmethod
     def header_matches(cls, path: Path, values: Mapping[str, Any]) -> bool:
         """Return whether there is a run whose header has some values, without reading its records."""
-        with suppress(sqlite3.Error, BadInput):
+        with suppress(sqlite3.Error, OSError, BadInput):
+            check_files(path)
             address = f"file:{quote(str((path / 'journal.sqlite').resolve()))}?mode=ro"
             with closing(sqlite3.connect(address, uri=True)) as connection:
                 header = read_header(connection, path)
@@ -196,8 +199,8 @@ class Journal:
 
         A journal that has fewer has lost its end. Call this before records are read, since a process may write more.
         """
-        with suppress(OSError, ValueError):
-            return max([int((self.path / END).read_text()[:20]), *self.snapshots()])
+        with suppress(OSError, ValueError), (self.path / END).open("rb") as file:
+            return max([int(file.read(20)), *self.snapshots()])  # no more: the file may be of any size
         return max(self.snapshots(), default=0)
 
     @property
@@ -227,7 +230,7 @@ class Journal:
                 before, expected = chain, generation + 1
                 what = f"record {generation} of {self.path}"
                 result = GenerationResult(
-                    generation, np.frombuffer(scores, "<f4").astype(np.float32), parse_object(values, what)
+                    generation, np.frombuffer(scores, "<f4").astype(np.float32), parse_numbers(values, what)
                 )
                 yield Record(result, theta, check_info(parse_object(info, what), what))
             query = "SELECT generation FROM tip WHERE NOT EXISTS (SELECT 1 FROM record)"
@@ -282,6 +285,18 @@ class Journal:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         metadata = {"tree": canonical(tree), "chain": self.chain(generation), "sha256": content_sha256(tree, tensors)}
         write_tensors(self.snapshot(generation), tensors, metadata)
+
+    def prune(self, keep: int | None = None) -> None:
+        """Remove old snapshots; that of the start stays, from which everything can be replayed.
+
+        Args:
+            keep: How many of the latest ones stay; by default as many as take ``SNAPSHOT_BYTES``, but at least two.
+        """
+        later = [generation for generation in self.snapshots() if generation > 0]
+        if keep is None and later:
+            keep = max(2, SNAPSHOT_BYTES // max(self.snapshot_bytes(later[-1]), 1))
+        for generation in later[: max(len(later) - (keep or 0), 0)]:
+            self.snapshot(generation).unlink(missing_ok=True)
 
     def snapshot(self, generation: int) -> Path:
         """Return the file of a snapshot."""
@@ -377,6 +392,18 @@ def read_header(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
     return parse_object(rows[0][0], f"the header of {path}")
 
 
+def check_files(path: Path) -> None:
+    """Raise an error if a file of a run is a link, a pipe or a device: to read it could take forever.
+
+    What is written to a link would be written elsewhere, where a stranger who made the run wants it.
+    """
+    names = [f"journal.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")]
+    for file in (path / name for name in (*names, END, "snapshots")):
+        is_own = file.is_dir() if file.name == "snapshots" else file.is_file()
+        if file.is_symlink() or (file.exists() and not is_own):
+            raise BadInput(f"{file} is no plain file of a run, but a link or of another kind: copy the run again.")
+
+
 def parse_object(text: str, what: str) -> dict[str, Any]:
     """Return a JSON object."""
     with suppress(ValueError, RecursionError):
@@ -384,6 +411,14 @@ def parse_object(text: str, what: str) -> dict[str, Any]:
         if isinstance(value, dict):
             return value
     raise BadInput(f"The JSON of {what} cannot be read: restore the run from a copy.")
+
+
+def parse_numbers(text: str, what: str) -> dict[str, Any]:
+    """Return a JSON object of numbers."""
+    values = parse_object(text, what)
+    if not all(isinstance(value, int | float) for value in values.values()):
+        raise BadInput(f"The values of {what} are not numbers: restore the run from a copy.")
+    return values
 
 
 def has_type(value: Any, kind: Any) -> bool:

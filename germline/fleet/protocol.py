@@ -192,8 +192,12 @@ class Fleet(Protocol):
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> MemberShare:
         """Decide, once for a run, which process trains which members."""
 
-    def confirm_scores(self) -> None:
-        """Check the last scores once more; raise a ``WrongScoresError`` if the run must go back."""
+    def confirm_scores(self, *, in_doubt: bool = False) -> None:
+        """Check the last scores once more: some of each process, or all of them where one of them is in doubt.
+
+        Raises:
+            WrongScoresError: If the run must go back.
+        """
         return
 
     def go_back(self, generation: int) -> None:

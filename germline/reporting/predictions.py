@@ -15,6 +15,7 @@ from torch import Tensor
 
 from germline.engine.files import write_atomically
 from germline.engine.session import Session
+from germline.errors import BadInput
 from germline.objective import EVALUATION_BATCH, Batch, seeded_generators
 from germline.population.isolation import single_threaded_torch
 from germline.reporting.svg import Curve, draw_axes
@@ -98,16 +99,24 @@ def encode_png(pixels: Pixels) -> bytes:
 def render_predictions(folder: Path) -> str:
     """Return the predictions in a run's directory as HTML, if there are any."""
     file = folder / FILE
-    if not file.is_file():
+    if not file.is_file() or file.is_symlink():
         return ""
-    content = json.loads(file.read_text())
+    try:
+        return render_content(json.loads(file.read_bytes()))
+    except Exception as error:  # whatever a stranger has written there
+        raise BadInput(f"{file} cannot be shown ({type(error).__name__}: {error}): copy the run again.") from error
+
+
+def render_content(content: dict[str, Any]) -> str:
+    """Return predictions as HTML; nothing of them becomes part of the page but numbers and text."""
     where = f"the first {content['examples']:,} examples of {html.escape(content['split'])}"
     if "matrix" in content:
         return f"<p>Confusion matrix of {where}: rows are the true classes, columns the predicted ones.</p>" + (
             render_matrix(content["matrix"])
         )
     if "pictures" in content:
-        images = "".join(f'<img alt="masks" src="data:image/png;base64,{picture}">' for picture in content["pictures"])
+        sources = [html.escape(picture) for picture in content["pictures"]]
+        images = "".join(f'<img alt="masks" src="data:image/png;base64,{source}">' for source in sources)
         note = "The target is green, the prediction magenta, and white is where they agree."
         return f"<p>{note}</p><div class=pictures>{images}</div>"
     points = {name: list(enumerate(content[key])) for name, key in (("target", "target"), ("prediction", "output"))}
@@ -127,7 +136,8 @@ def render_matrix(matrix: list[list[int]]) -> str:
         for column, number in enumerate(row):
             color = "30,158,90" if column == label else "214,60,60"
             share = number / total if total else 0.0
-            cells.append(f"<td style='background:rgba({color},{share:.2f})'>{number or ''}</td>")
+            text = html.escape(str(number or ""))
+            cells.append(f"<td style='background:rgba({color},{share:.2f})'>{text}</td>")
         recall = f"{row[label] / total:.3f}" if total else ""
         lines.append(f"<tr><th>{label}</th>{''.join(cells)}<td>{recall}</td></tr>")
     return f"<div class=wide><table class=matrix>{''.join(lines)}</table></div>"

@@ -15,8 +15,9 @@ from germline.engine.best import lower_is_better
 from germline.engine.files import write_atomically
 from germline.engine.header import check_parts, describe_value
 from germline.engine.history import Row, read_rows
-from germline.engine.journal import Journal
+from germline.engine.journal import Journal, has_type
 from germline.engine.session import Session
+from germline.errors import BadInput
 from germline.population import METHODS, Plan
 from germline.reporting.numbers import format_number, preferred_metric
 from germline.reporting.page import CONTROLS, Charts, render_page, render_table, round_number
@@ -41,6 +42,10 @@ TITLES = {
     "spread": "standard deviation of the members' scores",
 }
 
+NUMBER: Any = int | float
+COUNTS = ("generations", "kept_generation", "evaluations", "samples", "seconds")
+SIZES = ("peak_memory_bytes", "bytes_sent", "bytes_received")
+
 ReportedRun = tuple[str, Mapping[str, Any], Sequence[Row], Mapping[str, Any]]  # name, header, generations, outcome
 
 
@@ -58,9 +63,19 @@ def read_run(path: Path) -> ReportedRun:
     """Return what the report shows of a run, from its journal."""
     journal = Journal.open(path, read_only=True)
     check_parts(journal.header, str(path))
-    run = (path.name, journal.header, read_rows(journal), journal.outcome() or {})
+    run = (path.name, journal.header, read_rows(journal), check_outcome(journal.outcome() or {}, path))
     journal.close()
     return run
+
+
+def check_outcome(outcome: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the outcome of a run if it has the types that ``Session`` gives it, as that of the run at a path."""
+    metrics = outcome.get("metrics", {})
+    is_valid = isinstance(metrics, dict) and all(value is None or has_type(value, NUMBER) for value in metrics.values())
+    is_valid &= all(has_type(value, NUMBER) for name, value in outcome.items() if name in COUNTS + SIZES)
+    if not is_valid:
+        raise BadInput(f"The outcome of {path} is not that of a run: restore the run from a copy.")
+    return {**outcome, "run": str(path)} if outcome else {}
 
 
 def write_results(session: Session, rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
@@ -126,7 +141,8 @@ def add_outcome(rows: Sequence[Row], outcome: Mapping[str, Any]) -> Sequence[Row
     if not rows or not outcome.get("generations") == outcome.get("kept_generation") == len(rows):
         return rows
     splits = ("dev_", "test_", "center_")  # train is not measured before the end
-    measured = {key: value for key, value in outcome["metrics"].items() if value is not None and key.startswith(splits)}
+    metrics = outcome.get("metrics", {})
+    measured = {key: value for key, value in metrics.items() if value is not None and key.startswith(splits)}
     return [*rows[:-1], {**measured, **rows[-1]}]
 
 
@@ -251,7 +267,7 @@ def add_best_point(rows: Sequence[Row], metric: str | None, charts: Charts) -> t
 def render_episode(folder: Path) -> str:
     """Return the animated picture of an episode that the center has played, if the run has one."""
     file = folder / "episode.gif"
-    if not file.is_file():
+    if not file.is_file() or file.is_symlink():  # the file of a link is not of the run
         return ""
     content = base64.b64encode(file.read_bytes()).decode()
     return f'<p><img alt="an episode of the trained policy" src="data:image/gif;base64,{content}"></p>'
@@ -290,7 +306,7 @@ def render_resources(header: Mapping[str, Any], rows: Sequence[Row], outcome: Ma
         if key in outcome:
             value = outcome[key]
             table.append([key.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)])
-    for key in ("peak_memory_bytes", "bytes_sent", "bytes_received"):
+    for key in SIZES:
         if outcome.get(key):
             table.append([key.replace("_", " ").replace("bytes", "").strip() + " (MB)", f"{outcome[key] / 1e6:,.1f}"])
     table += [["device", header["device"]], ["machine", header["machine"]], ["processes", header["processes"]]]

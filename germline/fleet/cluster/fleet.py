@@ -171,8 +171,8 @@ class Cluster(Fleet):
         local, members = LocalUpdate(strategy, field, maximize), range(strategy.population)
         return RemoteMembers(strategy, local, self.coordinator, self.executor, members)
 
-    def confirm_scores(self) -> None:
-        self.coordinator.audit_all()
+    def confirm_scores(self, *, in_doubt: bool = False) -> None:
+        self.coordinator.audit_all(is_whole=in_doubt)
 
     def go_back(self, generation: int) -> None:
         self.coordinator.go_back(generation)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -151,7 +151,7 @@ class Coordinator:
         job_number: The number of the present job.
         scheduler: The pieces of the present job.
         job: The present job; None if there is none.
-        last_job: The job before.
+        last_jobs: The last job that was finished, by kind.
         chance: Draws audits; workers must not be able to foresee it.
         check_processes: Called now and then; starts workers again, or raises an error if there is none left.
     """
@@ -164,7 +164,7 @@ class Coordinator:
     job_number: int = 0
     scheduler: ChunkScheduler = field(default_factory=lambda: ChunkScheduler(0, {}))
     job: Job | None = None
-    last_job: Job | None = None
+    last_jobs: dict[str, Job] = field(default_factory=dict)
     chance: random.Random = field(default_factory=random.SystemRandom)
     last_note: float = 0.0
 
@@ -179,7 +179,8 @@ class Coordinator:
             self._send_chunks(job)
             if self.scheduler.is_finished:
                 self._draw_audit(job)
-        self.job, self.last_job = None, job
+        self._audit_absent(job)
+        self.job, self.last_jobs[job.kind] = None, job
         return [job.answers[first] for first in sorted(job.answers)]
 
     def start_job(self, job: Job) -> None:
@@ -261,26 +262,41 @@ class Coordinator:
 
     def _draw_audit(self, job: Job) -> None:
         """Audit a worker now and then: the draw is secret, and comes when all its answers are there."""
-        workers = list({worker.address: worker for worker in job.sources.values()}.values())
-        drawn = [worker for worker in workers if self.chance.random() < 1 / AUDIT_EVERY]
+        drawn = [worker for worker in list_sources(job) if self.chance.random() < 1 / AUDIT_EVERY]
         if drawn:
             self._audit(job, self.chance.choice(drawn))
 
-    def audit_all(self) -> None:
-        """Audit the last answers of every worker, before they become the result of a run."""
-        job, self.last_job = self.last_job, None
-        for worker in {worker.address: worker for worker in job.sources.values()}.values() if job is not None else ():
-            self._audit(cast(Job, job), worker)
+    def _audit_absent(self, job: Job) -> None:
+        """Audit the workers that have answered the job before and not this one: later draws cannot find them."""
+        last, sources = self.last_jobs.get(job.kind, job), list_sources(job)
+        for worker in list_sources(last):
+            if worker not in sources and self.crew.workers.get(worker.address) is worker:
+                self._audit_later(last, worker)
+
+    def audit_all(self, *, is_whole: bool = False) -> None:
+        """Audit the last answers of every worker, before they become the result of a run.
+
+        Args:
+            is_whole: Whether to compute all of their pieces again, and not only one of each worker.
+        """
+        last_jobs, self.last_jobs = self.last_jobs, {}
+        for job in last_jobs.values():
+            for worker in list_sources(job):
+                self._audit(job, worker, is_whole=is_whole)
 
     def _audit_leaver(self, worker: RemoteWorker) -> None:
         """Audit the last answers of a worker that has left, which later draws cannot find any more."""
-        for job in (self.job, self.last_job):
-            if job is not None and worker in job.sources.values() and not job.inputs.observations:  # they may be others
-                self._audit(job, worker)
-                return
+        for job in (self.job, *self.last_jobs.values()):
+            if job is not None and worker in job.sources.values():
+                self._audit_later(job, worker)
 
-    def _audit(self, job: Job, worker: RemoteWorker) -> None:
-        """Compute one of the pieces that a worker has answered again; if it was wrong, undo what the worker has done.
+    def _audit_later(self, job: Job, worker: RemoteWorker) -> None:
+        """Audit answers of an earlier job, unless what members observe may have changed since."""
+        if not job.inputs.observations:
+            self._audit(job, worker)
+
+    def _audit(self, job: Job, worker: RemoteWorker, *, is_whole: bool = False) -> None:
+        """Compute one or all of the pieces that a worker has answered again; if one is wrong, undo what it has done.
 
         If only this job has used its answers, its pieces are computed once more, by others.
 
@@ -289,10 +305,14 @@ class Coordinator:
         """
         numbers = {first: job.numbers(job.answers[first]) for first, one in job.sources.items() if one is worker}
         sizes = {first: job.sizes[first] for first in numbers}
-        first, place = self.chance.choice([(first, place) for first, size in sizes.items() for place in range(size)])
-        width = numbers[first].size // sizes[first]
-        one = numbers[first][place * width : (place + 1) * width]
-        if self._is_right(job, first + place, first + place + 1, one, is_exact=worker.is_exact):
+        pieces = [(first, place) for first, size in sizes.items() for place in range(size)]
+
+        def is_right(first: int, place: int) -> bool:
+            width = numbers[first].size // sizes[first]
+            one = numbers[first][place * width : (place + 1) * width]
+            return self._is_right(job, first + place, first + place + 1, one, is_exact=worker.is_exact)
+
+        if all(is_right(*piece) for piece in (pieces if is_whole else [self.chance.choice(pieces)])):
             worker.audits = [*worker.audits, (self.generation, self.job_number)][-AUDITS:]
             return
         generation, number = worker.audits[0] if len(worker.audits) == AUDITS else worker.joined
@@ -308,7 +328,7 @@ class Coordinator:
 
     def go_back(self, generation: int) -> None:
         """Forget what workers and this process know of the generations from this one on."""
-        self.job = self.last_job = None
+        self.job, self.last_jobs = None, {}
         self.crew.records, self.crew.record_bytes = {}, 0
         for worker in self.crew.workers.values():
             worker.version, worker.audits = None, [audit for audit in worker.audits if audit[0] <= generation]
@@ -366,3 +386,9 @@ class Coordinator:
             except WrongAnswerError as error:
                 self.scheduler.drop_worker(worker.address)
                 self.admission.refuse(worker, str(error))
+                self._audit_leaver(worker)
+
+
+def list_sources(job: Job) -> list[RemoteWorker]:
+    """Return the workers whose answers to a job were used."""
+    return list(dict.fromkeys(job.sources.values()))
