@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from germline.data import load_nuclei, load_nuclei_arrays
+from germline.data import load_nuclei, load_nuclei_arrays, make_shapes
 from germline.engine.journal import Journal
 from germline.recipes import make_recipe
 from germline.recipes.nuclei import dice, iou
@@ -41,9 +41,13 @@ class Part:
 
 PARTS = {
     "unet": Part("unet-nuclei", seconds=900.0),
+    "shapes": Part("unet-shapes", seconds=150.0),
     "unet-large": Part("unet-nuclei", ("recipe.size=large",), seconds=120.0),
     "temperature": Part("lstm-temperature", seconds=120.0, baseline="test_persistence_mse"),
     "etth1-24": Part("lstm-etth1", seconds=180.0, baseline="test_persistence_mse"),
+    "load": Part(
+        "lstm-etth1", ("recipe.column=HUFL", "recipe.hidden=24"), seconds=40.0, baseline="test_persistence_mse"
+    ),
     "etth1-1": Part("lstm-etth1", ("recipe.horizon=1",), seconds=180.0, baseline="test_persistence_mse"),
 }
 
@@ -62,8 +66,8 @@ def compare(name: str, part: Part, seeds: int, runs: Path, strategies: str) -> N
         for row in rows:
             if backprop and "median" in row:
                 print(f"  {row['variant']:10} {row['median'] / backprop:.2f} of backprop's error")
-    elif part.recipe == "unet-nuclei":
-        print("Otsu's threshold, no learning: dice {:.4f}, iou {:.4f}".format(*otsu_scores()))
+    elif part.recipe.startswith("unet"):
+        print("Otsu's threshold, no learning: dice {:.4f}, iou {:.4f}".format(*otsu_scores(part.recipe)))
     print()
 
 
@@ -84,11 +88,15 @@ def otsu(image: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return image > int(np.nanargmax(between))
 
 
-def otsu_scores() -> tuple[float, float]:
+def otsu_scores(recipe: str) -> tuple[float, float]:
     """Return Dice coefficient and IoU of Otsu's threshold on the test images."""
-    _, _, images, masks = load_nuclei_arrays()
+    if recipe == "unet-nuclei":
+        _, _, images, masks = load_nuclei_arrays()
+        target = torch.from_numpy(masks.astype(np.float32))[:, None]
+    else:
+        x, target = make_shapes().test
+        images = (255 * x[:, 0]).round().byte().numpy()
     output = torch.from_numpy(np.stack([otsu(image) for image in images]).astype(np.float32))[:, None] - 0.5
-    target = torch.from_numpy(masks.astype(np.float32))[:, None]
     return float(dice(output, target)), float(iou(output, target))
 
 

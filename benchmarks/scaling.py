@@ -37,9 +37,10 @@ from germline.errors import BadInput
 from germline.fleet import SPMD, Fleet, Local
 from germline.fleet.spmd.exchange import Mode, SharedUpdate
 from germline.fleet.spmd.launch import find_launch
+from germline.genome import count_parameters
 from germline.recipes import make_recipe
 from germline.recipes.recipe import Recipe
-from germline.strategies import AnyStrategy
+from germline.strategies import AnyStrategy, OpenAIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,20 +148,16 @@ def predict(name: str, limits: Sequence[str], plot: Path) -> None:
     recipe = make_recipe(name, {}, 0)
     rates = measure_rates(recipe, recipe.strategy, "cpu")
     networks = [Network.parse("none"), *(Network.parse(limit) for limit in limits if limit != "none")]
-    draw_efficiencies(rates, recipe.strategy, count_parameters(recipe), networks=networks).savefig(plot)
+    draw_efficiencies(rates, recipe.strategy, count_parameters(recipe.model), networks=networks).savefig(plot)
     print(plot)
-
-
-def count_parameters(recipe: Recipe) -> int:
-    return sum(p.numel() for p in recipe.model.parameters())
 
 
 def scaled_recipe(net: str, population: int) -> Recipe:
     """Return the recipe of a net on a few synthetic images, with another population."""
     batch = NETS[net]
     recipe = make_recipe(net, {"data": "synthetic", "batch_size": str(batch), "examples": str(4 * batch)}, 0)
-    strategy: Any = recipe.strategy
-    return dataclasses.replace(recipe, strategy=dataclasses.replace(strategy, population=population), dtype="float32")
+    strategy = OpenAIES(population=population, sigma=0.02, lr=0.004)
+    return dataclasses.replace(recipe, strategy=strategy, dtype="float32")
 
 
 def time_generations(recipe: Recipe, fleet: Fleet, limits: list[str]) -> dict[str, dict[str, float]]:
@@ -312,7 +309,7 @@ def report(limits: list[str], members: int, results: dict[str, Any]) -> None:
     """Print a table for each net."""
     for net, result in results.items():
         recipe, exchanges = scaled_recipe(net, 2 * members), result["exchanges"]
-        parameters, one, both = count_parameters(recipe), result["one"], result["all"]
+        parameters, one, both = count_parameters(recipe.model), result["one"], result["all"]
         print(f"\n{net}: {parameters:,} parameters, {members} members a process, batches of {NETS[net]}")
         print(f"  one process: {one:.3f} s, with the members of two {both:.3f} s")
         print("  limit    exchange      seconds   plan  ratio   E_w   E_s  noise          moved      interface")

@@ -13,6 +13,7 @@ ABOUT = {
     "engine": "session, drivers, journal, replay",
     "fleet": "local, spmd, cluster",
     "recipes": "a run in one value",
+    "lm": "language models",
     "population": "evaluates members together",
     "data": "named data sets",
     "objective": "scores, batches",

@@ -26,7 +26,7 @@ from germline.recipes import Recipe
 from germline.reporting.numbers import format_metrics, preferred_metric
 from germline.reporting.report import render_result, write_report, write_results
 from germline.reporting.watching import is_watched
-from germline.strategies import AnyStrategy, OpenAIES, find_strategy
+from germline.strategies import AUTO, AnyStrategy, find_strategy
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,7 @@ def train(
     batch_size: int | None = None,
     generations: int | None = None,
     seconds: float | None = None,
+    evaluations: int | None = None,
     interactions: int | None = None,
     target: str | tuple[str, float] | None = None,
     patience: int | None = None,
@@ -107,6 +108,7 @@ def train(
     resume: str | Path | None = None,
     evaluate_every: int = 10,
     snapshot_every: int = 100,
+    keep_snapshots: int | None = None,
     callbacks: loop.Callback | Sequence[loop.Callback] = (),
     progress: bool | None = None,
 ) -> Result:
@@ -123,11 +125,12 @@ def train(
         dev: Data that is scored every ``evaluate_every`` generations.
         test: Further data that is scored, like ``dev``.
         metrics: Functions of (output, target): a dict by name, a list, or one; accuracy for classes if not given.
-        strategy: The algorithm, or its name, such as ``"snes"`` or ``"module:Class"``; ``gl.OpenAIES()`` if not given
-            or, with ``resume``, that of the run.
+        strategy: The algorithm, or its name, such as ``"snes"`` or ``"module:Class"``. If it is not given, or
+            ``"auto"``, it is chosen by the model, the score and the budget; with ``resume`` it is that of the run.
         batch_size: Examples of a generation; a DataLoader's batch size, else all of the data.
         generations: End after this many generations in all; 300 if no limit is given.
         seconds: End after this many seconds of training.
+        evaluations: End after this many forward passes of a batch, by all members together.
         interactions: End after this many steps of the simulators of ``gl.Gym``.
         target: End when a metric reaches a value: ``"dev_accuracy=0.95"`` or ``("dev_accuracy", 0.95)``.
         patience: End when this many evaluations of ``dev`` in a row have brought no better metric.
@@ -143,6 +146,8 @@ def train(
         resume: The directory of a run to go on with.
         evaluate_every: Generations between scores of ``dev`` and ``test``.
         snapshot_every: Generations between snapshots.
+        keep_snapshots: How many of the latest snapshots are kept besides the first; by default as many as take 2 GB
+            together, but at least two.
         callbacks: A function of (session, row), or several, to call after each generation; if one returns True, the
             run stops.
         progress: Whether progress is shown; by default on a terminal and in a notebook.
@@ -160,16 +165,17 @@ def train(
     >>> model = nn.Linear(3, 1)
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     result = train(model, data=(x, x.sum(1, keepdim=True)), loss=nn.functional.mse_loss, generations=100,
-    ...                    strategy=OpenAIES(population=32, lr=0.1), run=directory + "/sum")
+    ...                    strategy="openai-es", run=directory + "/sum")
     >>> result.history[-1]["mean"] < 0.1 * result.history[0]["mean"]
     True
     """
     refuse_inference_tensors(model)
-    if generations is None and seconds is None and target is None and interactions is None:
+    if all(limit is None for limit in (generations, seconds, target, evaluations, interactions)):
         generations = 300
-    stop = Stop(generations, seconds, Target.parse(target), patience=patience, interactions=interactions)
+    stop = Stop(generations, seconds, Target.parse(target), evaluations, patience, interactions)
     fleet = fleet or Local()
     called = [callbacks] if callable(callbacks) else list(callbacks)
+    strategy = None if strategy == "auto" else strategy
     chosen = find_strategy(strategy)() if isinstance(strategy, str) else strategy
     recipe = Recipe(
         model,
@@ -181,14 +187,17 @@ def train(
         objective,
         maximize,
         metrics,
-        chosen or OpenAIES(),
+        chosen or AUTO,
         batch_size=batch_size,
         dtype=dtype,
         dropout=dropout,
         evaluate_every=evaluate_every,
         snapshot_every=snapshot_every,
+        keep_snapshots=keep_snapshots,
         trainable=trainable,
     )
+    if not recipe.names_strategy:
+        recipe = recipe.with_strategy(recipe.choose_strategy(evaluations))
     with (
         torch.inference_mode(False),  # tensors of inference mode do not tell when they are changed
         tempfile.TemporaryDirectory(prefix="germline-") if run is False else nullcontext() as temporary,

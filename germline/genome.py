@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from germline.errors import BadInput
 from germline.normalization import Normalize
@@ -214,6 +215,11 @@ def set_trainable(module: nn.Module, patterns: str | Sequence[str]) -> None:
                 raise BadInput(f"trainable= names {name}, which is {named[name].dtype} and cannot be trained.")
     for parameter in named.values():
         parameter.requires_grad_(id(parameter) in chosen)
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of trainable parameters."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad and not is_lazy(p))
 
 
 def refuse_script_modules(module: nn.Module) -> None:

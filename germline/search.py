@@ -17,10 +17,11 @@ from torch import nn
 from germline import noise
 from germline.arguments import check_arguments
 from germline.engine import opening
-from germline.engine.diagnostics import probe_sigma
 from germline.engine.drivers import CHECK_SIGMA, OFFSPRING_COPIES, sum_observations
 from germline.engine.header import build_header, describe_settings, restore_strategy
 from germline.engine.journal import Journal, Record, content_sha256
+from germline.engine.probe import probe_sigma
+from germline.engine.rehearsal import Rehearsal, count_dead_pairs
 from germline.engine.replay import apply_probe, replay
 from germline.engine.scoring import LARGEST_GROUP, ONE_BY_ONE
 from germline.engine.session import Session
@@ -28,7 +29,7 @@ from germline.errors import BadInput
 from germline.fleet.executor import run_on_threads
 from germline.fleet.local import Local
 from germline.fleet.protocol import Fleet
-from germline.genome import refuse_inference_tensors, set_trainable, theta_sha256
+from germline.genome import count_parameters, refuse_inference_tensors, set_trainable, theta_sha256
 from germline.objective import Batch, Objective, build_objective, iterate_tensors, seeded_generators, tensor_bytes
 from germline.population import (
     Call,
@@ -51,6 +52,7 @@ from germline.strategies import (
     GradientStrategy,
     OpenAIES,
     UnsharedCandidates,
+    choose_strategy,
     class_path,
     find_strategy,
     pack,
@@ -90,7 +92,8 @@ class Search:
 
     Args:
         model: The module to train.
-        strategy: The algorithm, or its name; ``gl.OpenAIES()`` if not given.
+        strategy: The algorithm, or its name. If it is not given, or ``"auto"``, it is chosen by the model, as for
+            ``gl.train``; ``gl.OpenAIES()`` for ``ask`` and ``tell``.
         loss: A function of (output, target) to minimize. ``step`` needs one of ``loss``, ``score`` and ``objective``;
             ``ask`` and ``tell`` need none of them.
         score: A function of (output, target) to maximize unless ``maximize=False``.
@@ -155,6 +158,8 @@ class Search:
         if journal is not None:
             given = find_strategy(strategy)() if isinstance(strategy, str) else strategy
             strategy, seed = restore_strategy(journal.header, given), journal.header["seed"]
+        if strategy == "auto" or (strategy is None and goal.function is not refuse_step):
+            strategy = choose_strategy(count_parameters(model), has_loss=loss is not None)
         strategy = find_strategy(strategy)() if isinstance(strategy, str) else strategy or OpenAIES()
         fleet = fleet or Local()
         needs_dev = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).select_on == "dev"
@@ -193,6 +198,11 @@ class Search:
         """The number of finished generations."""
         return self._session.generation
 
+    @property
+    def strategy(self) -> AnyStrategy:
+        """The strategy, with what was chosen for this model and, after the first step, by a probe."""
+        return self._session.strategy
+
     def step(self, *batch: Any) -> NDArray[np.float32]:
         """Run one generation on a batch.
 
@@ -203,9 +213,34 @@ class Search:
             The scores of all members, in member order.
         """
         with torch.inference_mode(False):  # tensors of inference mode do not tell when they are changed
-            return self._step(batch)
+            result, given = self._score(batch)
+            self._advance(result, self._session.driver.count_samples(self._session, result, given))
+            return result.scores
 
-    def _step(self, batch: tuple[Any, ...]) -> NDArray[np.float32]:
+    def rehearse(self, *batch: Any) -> Rehearsal:
+        """Score the members of the present generation, and learn nothing from them: a look at a run before it begins.
+
+        Args:
+            batch: As for ``step``.
+
+        Returns:
+            The scores, that of the center, and the part of the mirrored pairs whose members have equal scores.
+
+        >>> search = Search(nn.Linear(2, 1), OpenAIES(population=8), objective=lambda net: float(net.bias > 0))
+        >>> search.rehearse().scores.shape, search.generation
+        ((8,), 0)
+        """
+        session = self._session
+        with torch.inference_mode(False):
+            started = time.perf_counter()
+            result, given = self._score(batch)
+            seconds = time.perf_counter() - started
+            with torch.no_grad(), single_threaded_torch():
+                center = float(session.scorer.objective.score(session.model(), given, session.generation))
+        dead_pairs = count_dead_pairs(result.scores, is_mirrored=session.noise.mirrored)
+        return Rehearsal(result.scores, center, dead_pairs, seconds)
+
+    def _score(self, batch: tuple[Any, ...]) -> tuple[GenerationResult, Batch | None]:
         session = self._session
         scorer, group = session.scorer, session.fleet.group
         if batch:
@@ -229,9 +264,7 @@ class Search:
             apply_probe(session, Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": (0, 0)}))
         if is_first:
             session.share_update()
-        result = session.evaluate(session.generation, given)
-        self._advance(result, session.driver.count_samples(session, result, given))
-        return result.scores
+        return session.evaluate(session.generation, given), given
 
     def ask(self) -> Members:
         """Return the members of the generation as one callable; asking twice gives the same members.

@@ -82,6 +82,9 @@ class MembersLike(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def device(self) -> torch.device: ...
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def map(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -96,12 +99,17 @@ class PopulationObjective(Protocol):
         columns: The numbers that it returns for each member: the score and, where it counts them, the steps of its
             episodes, then sums of its observations and of their squares.
         splits: The names of the sets of held-out episodes on which ``measure`` can be called.
+        metrics: The names of what ``measure`` returns; the first is what runs are compared by, in the direction of the
+            objective.
+        allows_bfloat16: Whether members may compute in bfloat16, because they get no floats as inputs.
     """
 
     maximize: bool = False
     block: int | None = None
     columns: int = 1
     splits: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ("return", "steps")
+    allows_bfloat16: bool = False
 
     @property
     def name(self) -> str | None:
@@ -112,8 +120,22 @@ class PopulationObjective(Protocol):
         """Return the scores: (members,) or (members, columns)."""
 
     def bind(self, module: nn.Module) -> "PopulationObjective":
-        """Return the objective for the members of a module."""
+        """Return the objective for the members of a module, the run's own copy, which it may prepare."""
         return self
+
+    def size_block(
+        self, population: int, device: torch.device, dtype: torch.dtype, weight_bytes: int, processes: int
+    ) -> int | None:
+        """Return how many members are evaluated together, a function of these alone; None where that is measured.
+
+        Args:
+            population: The number of members.
+            device: The device that evaluates them.
+            dtype: The type of their arithmetic.
+            weight_bytes: The memory of a member's weights, without those that have noise of low rank.
+            processes: The processes of the fleet; there is at least one block for each.
+        """
+        return None
 
     def measure(self, members: MembersLike, split: str, run_seed: int) -> dict[str, float]:
         """Return metrics of one member on held-out episodes: ``return`` and others."""
@@ -171,6 +193,12 @@ class SingleMember:
 
     def __len__(self) -> int:
         return 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        parameters = self.module.parameters() if isinstance(self.module, nn.Module) else iter(())
+        return next(parameters, torch.empty(0)).device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return tree_map(add_member, self.module(*args, **kwargs))

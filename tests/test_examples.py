@@ -25,6 +25,7 @@ AT_LEAST = {  # the first number that an example prints
     "one_bit": 0.7,
     "packed_gru": 0.85,
     "padded_transformer": 0.7,
+    "language_model": 0.5,
     "pretrained": 0.75,
     "recurrent_policy": 200.0,
     "residual_cnn": 0.85,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+import germline as gl
 from germline import OpenAIES, Recipe
 from germline.engine import loop, opening, replay
 from germline.engine.files import write_tensors
@@ -355,17 +356,20 @@ def test_scores_are_recorded_exactly(tmp_path: Path) -> None:
     assert record.result.values == {"sigma": 0.1, "lr": 1e-300}
 
 
-def test_the_memory_of_a_replay_does_not_grow_with_the_run(tmp_path: Path) -> None:
-    """All scores of this run are 5 MB, and were once in memory together."""
-    session = start(tmp_path / "run", make_recipe(strategy=OpenAIES(population=4096), batch_size=1))
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_memory_of_a_replay_does_not_grow_with_the_run(tmp_path: Path, is_resumed: bool) -> None:
+    """All scores of this run are 5 MB, and were once in memory together; a coordinator that is restarted resumes."""
+    recipe = make_recipe(strategy=OpenAIES(population=4096), batch_size=1)
+    session = start(tmp_path / "run", recipe)
     journal = session.require_journal()
     scores = np.random.default_rng(0).random(4096, np.float32)
     for generation in range(300):
         result = GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02})
         journal.append(Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": [0, 0]}))
     journal.commit()
-    replayed = open_for_replay(tmp_path / "run")
+    session.require_journal().close()
     tracemalloc.start()
+    replayed = resume(tmp_path / "run", recipe) if is_resumed else open_for_replay(tmp_path / "run")
     replay.replay(replayed)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -400,3 +404,26 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(None, [0, 1, 2, 3, 4, 5]), (1, [0, 5]), (3, [0, 3, 4, 5])])
+def test_the_number_of_snapshots_is_a_setting(keep: int | None, expected: list[int], tmp_path: Path) -> None:
+    gl.train(
+        nn.Linear(2, 1),
+        objective=lambda net: float(net.bias) ** 2,
+        strategy=gl.OpenAIES(population=4),
+        generations=5,
+        snapshot_every=1,
+        keep_snapshots=keep,
+        run=tmp_path / "run",
+    )
+    journal = Journal.open(tmp_path / "run")
+    assert journal.snapshots() == expected
+    assert replay.verify(opening.open_for_replay(journal))["snapshots"] == len(expected)
+
+
+def test_snapshots_of_large_nets_are_pruned_by_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("germline.engine.journal.SNAPSHOT_BYTES", 1)
+    objective = lambda net: float(net.bias) ** 2  # noqa: E731
+    gl.train(nn.Linear(2, 1), objective=objective, generations=5, snapshot_every=1, run=tmp_path / "run")
+    assert Journal.open(tmp_path / "run").snapshots() == [0, 4, 5]

@@ -16,6 +16,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 OPTIMIZERS = [SGD(), SGD(weight_decay=0.1), SGD(momentum=0.9, weight_decay=0.01), Adam(), Adam(0.8, 0.99, 1e-6, 0.1)]
+OPTIMIZERS += [SGD(momentum=0.9, start_decay=0.2), Adam(weight_decay=0.1, start_decay=0.3)]
 STEPS, SIZE = 1000, 301
 
 
@@ -24,7 +25,10 @@ def run_numpy(optimizer: Optimizer, theta: Array, gradients: list[Array], rates:
     kind = theta.dtype.type
     first, second = np.zeros_like(theta), np.zeros_like(theta)
     power1 = power2 = 1.0
+    start = theta
     for g, rate in zip(gradients, rates, strict=True):
+        if optimizer.start_decay:
+            theta = theta - (theta - start) * kind(rate * optimizer.start_decay)
         if optimizer.weight_decay:
             theta = theta - theta * kind(rate * optimizer.weight_decay)
         if isinstance(optimizer, SGD):

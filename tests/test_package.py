@@ -17,6 +17,7 @@ sys.meta_path.insert(0, Refuse())
 import germline, germline.noise, germline.genome, germline.optim
 assert all(hasattr(germline, name) for name in germline.__all__)  # which imports them
 assert "numba" not in sys.modules
+assert "transformers" not in sys.modules
 """
 
 

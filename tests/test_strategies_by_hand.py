@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,26 @@ import pytest
 import torch
 from torch import nn
 
+import germline as gl
+from germline.engine import opening
+from germline.engine.journal import Journal
+from germline.engine.replay import verify
 from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Stream
-from germline.strategies import GA, PSO, SNES, GenerationResult, HybridES, MuLambda, OpenAIES, ga, mu_lambda, pso
+from germline.strategies import (
+    GA,
+    PSO,
+    SNES,
+    GenerationResult,
+    Gradient,
+    HybridES,
+    MuLambda,
+    OpenAIES,
+    ga,
+    mu_lambda,
+    pso,
+)
 from tests.test_strategies import GENOME, SIZE, evaluate
 
 
@@ -193,8 +210,56 @@ def test_other_crossovers_lie_between_their_parents(crossover: Any) -> None:
         assert 2.2 < float(mixed.max()) <= 2.25
 
 
-def test_a_swarm_by_hand() -> None:
-    strategy = PSO(population=2, own=2.0, others=1.0, clamp=0.75)
+def test_crossovers_by_hand() -> None:
+    """One cut for all columns, at word / 2^32 of them; a blend at (1 + 2 alpha) u - alpha between the parents."""
+    first, second = 1 + torch.arange(50.0), 100 + torch.arange(50.0)
+    state, field = ga.State(torch.stack([first, second]), 50), Field(7)
+    pairs = field.below(2, 40, 3, Stream.SELECTION).reshape(20, 2).tolist()
+    words = field.members([0], 3).words(20, Stream.CROSSOVER).tolist()
+    quiet: dict[str, Any] = {"population": 20, "parents": 2, "elites": 0, "sigma": 1e-20}
+
+    def ask(strategy: GA) -> list[list[float]]:
+        return strategy.ask(state, field, 3, {"sigma": 1e-20}).weights(np.arange(20), 0, 50).tolist()
+
+    parents = [(state.parents[a].tolist(), state.parents[b].tolist()) for a, b in pairs]
+    cuts = [int(word / 2**32 * 50) for word in words]
+    assert min(cuts) < 10
+    assert max(cuts) > 40
+    got = ask(GA(crossover="one-point", **quiet))
+    assert got == [[*one[:cut], *other[cut:]] for (one, other), cut in zip(parents, cuts, strict=True)]
+    places = field.members(range(20), 3).halves((0, 50), Stream.CROSSOVER).double() / 65536 * 1.5 - 0.25
+    ends = torch.tensor([one for one, _ in parents]), torch.tensor([other for _, other in parents])
+    blended = torch.tensor(ask(GA(crossover="blend", alpha=0.25, **quiet)))
+    assert torch.allclose(blended.double(), ends[0] + (ends[1] - ends[0]) * places, atol=1e-4)
+    assert ask(GA(crossover="none", **quiet)) == [one for one, _ in parents]
+
+
+def test_a_tournament_by_hand() -> None:
+    """Of three that are drawn, the one that ranks first is a parent; parents are in the order of their ranks."""
+    strategy = GA(
+        population=8, parents=5, elites=0, sigma=1e-20, crossover="none", selection="tournament", contestants=3
+    )
+    state, field = ga.State(torch.arange(5.0)[:, None] + 1, 1), Field(7)
+    drawn = field.below(5, 48, 2, Stream.SELECTION).reshape(8, 2, 3).tolist()
+    got = strategy.ask(state, field, 2, {"sigma": 1e-20}).weights(np.arange(8), 0, 1)
+    assert got[:, 0].tolist() == [1.0 + min(mothers) for mothers, _ in drawn]
+
+
+def test_backprop_by_hand() -> None:
+    strategy = Gradient(lr=0.5, optimizer="sgd")
+    field, theta, gradient = strategy.field(7, GENOME), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 2.0])
+    for maximize, expected in ((False, [0.75, -2.0]), (True, [1.25, 0.0])):
+        result = GenerationResult(0, np.ones(1, np.float32), {"lr": 0.5}, gradient)
+        assert strategy.tell(strategy.init(theta), result, field, maximize=maximize).theta.tolist() == expected
+    state = strategy.init(theta)
+    for nothing in (None, torch.tensor([1.0, float("nan")]), torch.tensor([float("inf"), 0.0])):
+        result = GenerationResult(0, np.ones(1, np.float32), {"lr": 0.5}, nothing)
+        assert strategy.tell(state, result, field, maximize=False) is state
+
+
+@pytest.mark.parametrize("clamp", [0.75, 100.0])
+def test_a_swarm_by_hand(clamp: float) -> None:
+    strategy = PSO(population=2, own=2.0, others=1.0, clamp=clamp)
     field, x = Field(7), torch.tensor([[0.0, 1.0], [2.0, 2.0]])
     v, bests = torch.tensor([[0.5, 0.0], [-1.0, 1.0]]), torch.tensor([[1.0, 1.0], [2.0, 3.0]])
     state = pso.State(torch.zeros(2), x, v, bests, (-0.4, -0.6), 0)
@@ -208,7 +273,7 @@ def test_a_swarm_by_hand() -> None:
     assert got.bests.tolist() == [[1.0, 1.0], [2.0, 2.0]]
     assert got.leader == 1
     velocity = 0.5 * v + 2.0 * r1 * (got.bests - x) + 1.0 * r2 * (got.bests[1] - x)
-    velocity = velocity.clamp(-0.75, 0.75)
+    velocity = velocity.clamp(-clamp, clamp)
     assert torch.allclose(got.velocities.double(), velocity.double(), atol=1e-6)  # type: ignore[union-attr]
     assert torch.allclose(got.positions.double(), x + velocity.double(), atol=1e-6)  # type: ignore[union-attr]
 
@@ -240,3 +305,19 @@ def test_bounds_of_settings_belong_to_them() -> None:
     assert OpenAIES(lr=0.0, weight_decay=0.0).lr == 0.0
     assert SNES(lr=0.0, lr_sigma=0.0).lr_sigma == 0.0
     assert GA(population=8, parents=8, elites=8, mutation=1.0, contestants=1).elites == 8
+
+
+def test_decay_towards_the_start_keeps_weights_near_it(tmp_path: Path) -> None:
+    distances = {}
+    for start_decay in (0.0, 1.0, 9.0):
+        model = nn.Linear(4, 1)
+        start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        strategy = gl.OpenAIES(population=16, lr=0.1, start_decay=start_decay)
+        run = tmp_path / str(start_decay)
+        result = gl.train(
+            model, objective=lambda net: -net.weight.sum().item(), strategy=strategy, generations=40, run=run
+        )
+        distances[start_decay] = float((nn.utils.parameters_to_vector(model.parameters()).detach() - start).norm())
+        verified = verify(opening.open_for_replay(Journal.open(run)))
+        assert verified["theta_sha256"] == result.summary["theta_sha256"]
+    assert distances[0.0] > 2 * distances[1.0] > 4 * distances[9.0] > 0

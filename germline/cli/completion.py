@@ -16,6 +16,7 @@ RECIPES = (
     "hybrid-es-convnet",
     "pesgd-mnist",
     "unet-nuclei",
+    "unet-shapes",
     "lstm-temperature",
     "lstm-etth1",
     "threshold-digits",
@@ -24,6 +25,10 @@ RECIPES = (
     "swimmer",
     "half-cheetah",
     "pong-ram",
+    "lm-bytes",
+    "smollm2-format",
+    "smollm2-concise",
+    "smollm2-countdown",
 )
 STRATEGIES = ("openai-es", "snes", "mu-lambda", "ga", "deep-ga", "pso", "hybrid-es", "pesgd", "gradient")
 

@@ -341,7 +341,7 @@ def measure_rates(recipe: Recipe, strategy: AnyStrategy, device: str = "auto") -
     """
     count_asked_arrays(strategy)
     if strategy.needs_probe:
-        strategy = strategy.with_settings(sigma=SIGMA)
+        strategy = strategy.after_probe({"sigma": SIGMA, "lr": SIGMA})
     with single_threaded_torch():
         session = set_up(recipe.with_strategy(strategy), Local(device, workers=1), seed=0)
         batch = session.batch(0)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from germline.strategies import AnyStrategy
 
 RECIPE_HELP = "a name, a Python file, or module:function"
-STRATEGY_HELP = "a name from 'germline strategies', or module:Class"
+STRATEGY_HELP = "a name from 'germline strategies', module:Class, or auto"
 RecipeName = Annotated[str, Argument(metavar="RECIPE", help=RECIPE_HELP, autocompletion=complete_recipe)]
 RunPath = Annotated[Path, Argument(metavar="RUN", help="the directory of a run")]
 AsJson = Annotated[bool, Option("--json", help="print one JSON object as the last line of standard output")]
@@ -42,7 +42,9 @@ class StrategyOptions:
         Option("--set", metavar="KEY=VALUE", help="a setting of the strategy, or recipe.KEY of the recipe"),
     ] = None
 
-    def build_recipe(self, name: str, seed: int = 0, dtype: str = "auto") -> "tuple[Recipe, dict[str, Any]]":
+    def build_recipe(
+        self, name: str, seed: int = 0, dtype: str = "auto", evaluations: int | None = None
+    ) -> "tuple[Recipe, dict[str, Any]]":
         """Return a recipe with the strategy and the type of arithmetic, and what a header says about the recipe."""
         from germline.noise import check_whole_number
         from germline.recipes import make_recipe, recipe_address
@@ -58,7 +60,7 @@ class StrategyOptions:
         settings["strategy"] |= {key: str(value) for key, value in shortcuts.items() if value is not None}
         check_whole_number("seed", seed, 1 << 63)
         recipe = make_recipe(name, settings["recipe"], seed)
-        recipe = replace_strategy(recipe, self.strategy, settings["strategy"])
+        recipe = replace_strategy(recipe, self.strategy, settings["strategy"], evaluations)
         recipe = recipe if dtype == "auto" else replace(recipe, dtype=cast("DType", dtype))
         return recipe, {"recipe": recipe_address(name), "recipe_settings": settings["recipe"]}
 
@@ -218,13 +220,24 @@ class ComparisonOptions:
     workers: Annotated[int | None, Option(help="number of processes of each run")] = None
 
 
-def replace_strategy(recipe: "Recipe", name: str | None, settings: dict[str, str]) -> "Recipe":
-    """Return a recipe with another strategy, at the recipe's settings for it, changed by the given settings."""
+def replace_strategy(
+    recipe: "Recipe", name: str | None, settings: dict[str, str], evaluations: int | None = None
+) -> "Recipe":
+    """Return a recipe with another strategy, at the recipe's settings for it, changed by the given settings.
+
+    Args:
+        recipe: The recipe.
+        name: The name of the strategy; that of the recipe if None.
+        settings: Settings of the strategy as text.
+        evaluations: The run's budget, by which a strategy is chosen if none is named.
+    """
     from germline.strategies import find_strategy
     from germline.strategies.settings import parse_setting
 
     strategy = recipe.strategy
-    if name is not None and name != strategy.name:
+    if name == "auto" or (name is None and not recipe.names_strategy):
+        strategy = recipe.choose_strategy(evaluations)
+    elif name is not None and name != strategy.name:
         cls = find_strategy(name)
         strategy = recipe.others.get(name) or cls()
     types = get_type_hints(type(strategy))

@@ -44,7 +44,7 @@ def serve(
     machine.apply()
     raise_limit()  # a journal must be written, however many connections there are
     with show_stages("loading data"):
-        made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+        made, about = strategy.build_recipe(recipe, seed, machine.dtype, stop.evaluations)
     limits = stop.limits(made)
     path = output.runs / (output.name or f"{Path(recipe).stem}-{made.strategy.name}-{seed}")
     if keys is None:  # otherwise every user of this machine could join

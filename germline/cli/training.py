@@ -47,7 +47,7 @@ def train(
 
     machine.apply()
     with show_stages("loading data"):
-        made, about = strategy.build_recipe(recipe, seed, machine.dtype)
+        made, about = strategy.build_recipe(recipe, seed, machine.dtype, stop.evaluations)
     about["keep"] = keep or "last"
     limits, is_named = stop.limits(made), output.name is not None
     default = free_directory(output.runs / f"{Path(recipe).stem}-{made.strategy.name}-{seed}")

@@ -24,10 +24,6 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 SHARED = Path("..", "shared", "data")  # which several projects in one folder may have in common
 
 
-class MissingDataError(BadInput):
-    """A data set is not on this machine."""
-
-
 def data_folders(name: str) -> list[Path]:
     """Return the folders in which the files of a data set are looked for, in order; the last one is the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
@@ -40,28 +36,23 @@ def find_file(name: str, file: str) -> Path | None:
     return next((path for folder in data_folders(name) if (path := folder / file).is_file()), None)
 
 
-def read_published(name: str, mirror: str, file: str, sha256: str, *, download: bool = True) -> bytes:
-    """Return the contents of a published file of a data set.
+def read_published(name: str, mirror: str, file: str, sha256: str) -> bytes:
+    """Return the contents of a published file of a data set; a missing one is downloaded and written to the cache.
 
     Args:
         name: The data set, which is also the name of its folder.
         mirror: The URL of the folder that publishes the file.
         file: The name of the file.
         sha256: The published checksum.
-        download: Whether a missing file is downloaded, and written to the cache.
 
     Raises:
-        MissingDataError: The file is not on this machine, and ``download`` is False.
         BadInput: The file cannot be downloaded, or its checksum is another.
     """
     path = find_file(name, file)
     if path is not None:
         return read_checked(path, sha256)
-    if not download:
-        raise MissingDataError(f"{file} of {name} is not on this machine: {HOW_TO_PROVIDE}.")
     content = fetch_url(mirror + file, f"{file} of {name}")
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise BadInput(f"The {file} that {mirror} sent is not the published file: its checksum differs.")
+    check_digest(content, sha256, f"The {file} that {mirror} sent")
     write_cache(name, file, content)
     return content
 
@@ -73,10 +64,15 @@ def read_checked(path: Path, digest: str) -> bytes:
         BadInput: The checksum is another.
     """
     content = path.read_bytes()
+    check_digest(content, digest, str(path), " Remove it, or restore it.")
+    return content
+
+
+def check_digest(content: bytes, digest: str, what: str, advice: str = "") -> None:
+    """Raise BadInput, with the name of a file, if its MD5 or SHA-256 is not the published one."""
     kind = "md5" if len(digest) == 32 else "sha256"
     if hashlib.new(kind, content, usedforsecurity=False).hexdigest() != digest:
-        raise BadInput(f"{path} is not the published file: its checksum differs. Remove it, or restore it.")
-    return content
+        raise BadInput(f"{what} is not the published file: its checksum differs.{advice}")
 
 
 def fetch_url(url: str, what: str) -> bytes:

@@ -1,9 +1,12 @@
 """Images with classes: small handwritten digits, MNIST, CIFAR-10, and synthetic ones."""
 
 import gzip
+import io
 import itertools
 import lzma
+import tarfile
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,17 +14,19 @@ import torch
 from numpy.typing import NDArray
 
 from germline.data import fetch
-from germline.data.fetch import HOW_TO_PROVIDE, PUBLISHED, Bytes, MissingDataError, read_checked
+from germline.data.fetch import PUBLISHED, Bytes, read_checked
 from germline.data.splits import Part, Splits
+from germline.errors import BadInput, format_error
 from germline.noise import Field, Stream
 from germline.objective import split
 
 MNIST, MNIST_MIRROR = PUBLISHED["mnist"]["files"], PUBLISHED["mnist"]["mirror"]
 DEV_EXAMPLES = 5000  # of MNIST's training set
 
-CIFAR10 = PUBLISHED["cifar10"]["files"]
+CIFAR10, CIFAR10_ARCHIVE = PUBLISHED["cifar10"]["files"], PUBLISHED["cifar10"]["archive"]
 CIFAR10_PART = PUBLISHED["cifar10_part"]["files"]  # the first records of its first and of its last file
 CIFAR10_FOLDER = "cifar-10-batches-bin"  # as its archive unpacks
+RECORD = 1 + 3 * 32 * 32  # bytes: a class, then the pixels
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # by channel
 
 CLASSES = 10
@@ -48,9 +53,9 @@ def read_digits() -> Bytes:
     return np.frombuffer(content, np.uint8).reshape(-1, 65)
 
 
-def load_mnist(*, download: bool = True) -> Splits:
+def load_mnist() -> Splits:
     """Return MNIST as vectors of 784 pixels with mean 0 and variance 1: 55,000 train, 5,000 dev, 10,000 test."""
-    images, labels, *test = read_mnist(download=download)
+    images, labels, *test = read_mnist()
     train, dev = split(len(labels), [1 - DEV_EXAMPLES / len(labels)])
     parts = ((images[train], labels[train]), (images[dev], labels[dev]), test)
     return Splits(*(mnist_part(x / 255, y, 0.1307, 0.3081) for x, y in parts))
@@ -68,9 +73,9 @@ def load_mnist_of_hybrid_es() -> Splits:
     return Splits(*(mnist_part(x, y, mean, std) for x, y in parts))
 
 
-def read_mnist(*, download: bool = True) -> list[Bytes]:
+def read_mnist() -> list[Bytes]:
     """Return the images and labels of MNIST's training set, then of its test set."""
-    contents = (fetch.read_published("mnist", MNIST_MIRROR, *item, download=download) for item in MNIST.items())
+    contents = (fetch.read_published("mnist", MNIST_MIRROR, *item) for item in MNIST.items())
     return [decode_idx(content) for content in contents]
 
 
@@ -91,10 +96,7 @@ def load_cifar10() -> Splits:
     """Return CIFAR-10 as 3 x 32 x 32 pixels with mean 0 and variance 1; a tenth of the training set is dev.
 
     Read from the folder of the published binary version, or from ``train_5000.bin.xz`` and ``test_1000.bin.xz``, which
-    are the first records of its first and of its last file. Nothing is downloaded.
-
-    Raises:
-        MissingDataError: Neither is on this machine.
+    are the first records of its first and of its last file. If neither is on this machine, the former is downloaded.
     """
     *batches, test = read_cifar10()
     records = np.concatenate(batches)
@@ -109,9 +111,30 @@ def read_cifar10() -> list[Bytes]:
         if all((folder / file).is_file() for file in files):
             contents = (read_checked(folder / file, digest) for file, digest in files.items())
             raw = contents if files is CIFAR10 else map(lzma.decompress, contents)
-            return [np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32) for content in raw]
-    missing = f"The binary version of CIFAR-10 ({', '.join(CIFAR10)})"
-    raise MissingDataError(f"{missing} is not on this machine: {HOW_TO_PROVIDE}.")
+            return [np.frombuffer(content, np.uint8).reshape(-1, RECORD) for content in raw]
+    archive = fetch.fetch_url(CIFAR10_ARCHIVE, "The binary version of CIFAR-10")
+    unpacked = unpack_cifar10(archive)
+    for file, content in unpacked.items():
+        fetch.write_cache("cifar10", file, content)
+    return [np.frombuffer(content, np.uint8).reshape(-1, RECORD) for content in unpacked.values()]
+
+
+def unpack_cifar10(archive: bytes) -> dict[str, bytes]:
+    """Return the contents of the files of the published archive.
+
+    Raises:
+        BadInput: It is no archive, a file is missing, or a checksum is another.
+    """
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            members = {Path(member.name).name: member for member in files.getmembers() if member.isfile()}
+            contents = {file: files.extractfile(members[file]).read() for file in CIFAR10}  # type: ignore[union-attr]
+    except (tarfile.TarError, EOFError, OSError, KeyError) as error:
+        message = f"What {CIFAR10_ARCHIVE} sent is not the archive of CIFAR-10"
+        raise BadInput(f"{message}: {format_error(error)}") from error
+    for file, digest in CIFAR10.items():
+        fetch.check_digest(contents[file], digest, f"The {file} that {CIFAR10_ARCHIVE} sent")
+    return contents
 
 
 def cifar10_part(records: Bytes) -> Part:

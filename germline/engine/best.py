@@ -42,7 +42,8 @@ class Best:
     def of(cls, objective: Objective, splits: Collection[str]) -> "Best | None":
         """Return the metric of a run before its first generation, or None if nothing is measured on a dev set."""
         if objective.population is not None:
-            return cls("dev_return", False) if "dev" in objective.population.splits else None
+            metric = f"dev_{objective.population.metrics[0]}"
+            return cls(metric, not objective.maximize) if "dev" in objective.population.splits else None
         measured = objective.measured()
         if "dev" not in splits or not measured:
             return None

@@ -1,4 +1,4 @@
-"""Diagnostics of a search: the choice of sigma, agreement of directions, steps, gradients, runs that learn nothing."""
+"""Diagnostics of a search: agreement of directions, steps, gradients, runs that learn nothing."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -8,37 +8,16 @@ import torch
 from torch import Tensor
 
 from germline.clock import clock
-from germline.engine.journal import PROBE
 from germline.engine.trouble import explain_trouble
 from germline.fleet.protocol import Scores
 from germline.machine import resident_memory
-from germline.noise import ADDRESS_LIMIT
-from germline.objective import Batch
 from germline.optim.shaping import utilities
-from germline.strategies import GenerationInputs, GenerationResult
+from germline.strategies import GenerationResult
 
 if TYPE_CHECKING:
     from germline.engine.session import Session
 
 COLUMNS_AT_ONCE = 1 << 21  # of directions that are compared
-SIGMAS = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005)  # that sigma="auto" chooses from
-
-
-def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
-    """Choose the sigma for which the directions from two halves of a population agree best."""
-    strategy, evaluator = session.strategy, session.scorer.evaluator
-    half = strategy.population // 4 * 2 or 1  # whole pairs
-    agreements, all_scores = [], []
-    for i, sigma in enumerate(SIGMAS):
-        address = ADDRESS_LIMIT - 1 - i  # generations that no run reaches
-        values = {"sigma": sigma}
-        candidates = strategy.ask(session.state, session.noise, address, values)
-        inputs = GenerationInputs(strategy, session.state, "0", address, values, 0, given_batch=session.given_batch)
-        numbers = session.fleet.score(evaluator, candidates, strategy.population, batch, inputs)
-        scores = numbers[:: evaluator.columns]
-        all_scores.append(scores)
-        agreements.append((measure_agreement(session, scores, half, address), sigma))
-    return GenerationResult(PROBE, np.concatenate(all_scores), {"sigma": max(agreements)[1]})
 
 
 def measure_agreement(session: "Session", scores: Scores, half: int, generation: int) -> float:

@@ -104,7 +104,7 @@ class Follower:
         if strategy.kind == "train_members":
             return NEVER
         if strategy.needs_probe:  # which these workers are going to score
-            strategy = strategy.with_settings(sigma=CHECK_SIGMA)
+            strategy = strategy.after_probe({"sigma": CHECK_SIGMA, "lr": CHECK_SIGMA})
         return time_update(strategy, session.state, session.driver.share_update(session).advance)
 
     def is_ready(self, head: Head) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from germline import noise
 from germline.engine.best import Best
-from germline.engine.diagnostics import probe_sigma
 from germline.engine.header import (
     build_header,
     describe_settings,
@@ -19,6 +18,7 @@ from germline.engine.header import (
     translate_header_errors,
 )
 from germline.engine.journal import Journal, Record
+from germline.engine.probe import probe_sigma
 from germline.engine.replay import apply_probe, replay
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
@@ -145,27 +145,22 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     group.agree(lambda: {"noise on its device": noise.field_digest(device), "kind of device": device.type})
     announce_stage("replaying the journal")
     group.on_journal_rank(lambda: replay(session))
-    sigma = session.strategy.sigma if session.journal is not None and probed(session) else None  # type: ignore[attr-defined]
-    totals, plan, sigma = group.broadcast((dict(session.totals()), asdict(session.scorer.chosen_plan), sigma))
+    about = dict(session.totals()), asdict(session.scorer.chosen_plan), session.probed
+    totals, plan, session.probed = group.broadcast(about)
     best = totals.pop("best")
     session.best = Best(**best) if best is not None else None
     for name, value in totals.items():
         setattr(session, name, value)
     session.scorer.normalize(session.observations)
     session.scorer.adopt(Plan(**plan))
-    if session.strategy.needs_probe and sigma is not None:
-        session.strategy = session.strategy.with_settings(sigma=sigma)
+    if session.strategy.needs_probe and session.probed:
+        session.strategy = session.strategy.after_probe(session.probed)
     session.state = group.broadcast_state(session.state)
     if session.journal is not None:
         admit_workers(session, session.journal.header)
     choose_sigma(session)
     session.share_update()
     return session
-
-
-def probed(session: Session) -> bool:
-    """Return whether the sigma of a replayed run was chosen by a probe."""
-    return session.require_journal().header["settings"].get("sigma") == "auto" and not session.strategy.needs_probe
 
 
 def rebuild(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
@@ -321,3 +316,11 @@ def choose_sigma(session: Session) -> None:
         session.journal.append(record)
         session.journal.commit()
     apply_probe(session, record)
+    announce_stage(describe_choice(session.strategy, result.values["sigma"]))
+
+
+def describe_choice(strategy: AnyStrategy, sigma: float) -> str:
+    """Return the settings of a run whose sigma was chosen by a probe, as a sentence."""
+    settings = vars(strategy)
+    rank = f", rank {settings['rank']}" if settings.get("rank") is not None else ""
+    return f"{strategy.name}: sigma {sigma:g} by probe, population {strategy.population}{rank}."

@@ -94,7 +94,8 @@ def find_cause(journal: Journal) -> str:
 def apply_probe(session: Session, record: Record) -> None:
     """Set sigma to the one that the probe has chosen."""
     with translate_record_errors(session, PROBE):
-        session.strategy = session.strategy.with_settings(sigma=record.result.values["sigma"])
+        session.strategy = session.strategy.after_probe(record.result.values)
+        session.probed = dict(record.result.values)
         session.add_totals(record)
 
 

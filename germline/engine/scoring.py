@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from germline.population import (
     choose_plan,
     describe_error,
     exact_arithmetic,
+    has_fast_bfloat16,
     make_evaluation_copy,
     matches_plain_copy,
     rank_correlation,
@@ -51,6 +52,7 @@ RANKED = 256  # members whose ranks are compared where the arithmetic is in bflo
 CLOSE = 1e-4  # relative difference up to which the score of a batch is the mean of those of its slices
 ONE_BY_ONE = Plan(1, "loop", vectorized=False)
 LARGEST_GROUP = 256  # members that an objective of a population gets at once on a CPU, unless it says so itself
+CHECKED = 4  # members of a block by which a plan is chosen, where an objective sets the size of blocks
 SMALL_WEIGHTS = 32 << 20  # bytes of a block's weights up to which they are kept in memory for a whole generation
 
 
@@ -177,8 +179,7 @@ class Scorer:
     ) -> Plan:
         """Choose the plan for members that code calls itself, on the inputs of such a call."""
         assert self.module is not None
-        if self.dtype == "bfloat16":
-            raise BadInput("Members that code calls itself are evaluated in float32: leave dtype at auto.")
+        dtype = self.choose_members_dtype()
         module = make_evaluation_copy(self.module).to(self.device)
         batch = call.as_batch() if call is not None else None
         goal = Objective(lambda output, target: target)  # scores are not the concern here
@@ -189,7 +190,11 @@ class Scorer:
 
         with single_threaded_torch(), exact_arithmetic(self.device):
             try:
-                size = block_size(population, self.genome, module, batch, copies, processes=processes, largest=largest)
+                size = self.size_own_block(population, candidates, copies, processes)
+                checked = min(size or CHECKED, CHECKED)  # whose outputs may be large
+                if size is None:
+                    size = block_size(population, self.genome, module, batch, copies, processes, largest)
+                    checked = size
             except Exception as error:
                 shapes = [tuple(x.shape) for x in iterate_tensors([batch.args, batch.kwargs])] if batch else []
                 message = f"The model cannot be run on inputs of shape {shapes}: {type(error).__name__}: {error}"
@@ -198,10 +203,31 @@ class Scorer:
                 return Plan(size, "population")
             is_small = 4 * size * self.genome.size <= SMALL_WEIGHTS
             methods = sorted(METHODS, key=lambda method: method != "vmap") if is_small else list(METHODS)
-            choice = choose_plan(make, size, candidates, batch, dropout=self.dropout, methods=methods)
+            choice = choose_plan(make, checked, candidates, batch, dropout=self.dropout, methods=methods)
+        release_memory()  # of several copies of the module
         if choice.plan.one_by_one:
             warnings.warn(choice.sentence(), SlowPath, stacklevel=2)
-        return replace(choice.plan, block=size)
+        return replace(choice.plan, block=size, dtype="float32" if choice.plan.one_by_one else dtype)
+
+    def choose_members_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Return the arithmetic of members that code calls itself: bfloat16 only if their objective allows it."""
+        objective = self.objective.population
+        if objective is None or not objective.allows_bfloat16:
+            if self.dtype == "bfloat16":
+                raise BadInput("Members that code calls itself are evaluated in float32: leave dtype at auto.")
+            return "float32"
+        is_fast = self.device.type == "cuda" and has_fast_bfloat16(self.device)
+        return "bfloat16" if self.dtype == "bfloat16" or (self.dtype == "auto" and is_fast) else "float32"
+
+    def size_own_block(self, population: int, candidates: Candidates, copies: int, processes: int) -> int | None:
+        """Return how many members an objective of a population wants at once; None if it leaves that open."""
+        objective = self.objective.population
+        if objective is None:
+            return None
+        of_low_rank = sum(m.stop - m.start for m in candidates.field.matrices) if candidates.shared else 0
+        weight_bytes = copies * (self.genome.size - of_low_rank) * self.genome.dtype.itemsize
+        dtype = torch.bfloat16 if self.choose_members_dtype() == "bfloat16" else torch.float32
+        return objective.size_block(population, self.device, dtype, weight_bytes, processes)
 
     def slice_gradients(self, plan: Plan, slices: int, theta: Tensor, batch: Batch | None) -> Plan:
         """Return a plan with the number of slices of a gradient: one, if a score is not the mean of its slices'."""
@@ -234,7 +260,7 @@ class Scorer:
             if batch is not None and generation % CHECK_EVERY == 1:
                 checked = batch
                 if not fleet.group.all(fleet.group.all_or_none(lambda: self.confirm(candidates, checked, scores))):
-                    fleet.confirm_scores()  # a worker may be wrong, and not the plan
+                    fleet.confirm_scores(in_doubt=True)  # a worker may be wrong, and not the plan
                     if plan.dtype == "bfloat16":
                         slower = PlanChoice(replace(plan, dtype="float32"), "bfloat16 no longer ranks members rightly")
                     else:

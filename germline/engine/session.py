@@ -108,6 +108,7 @@ class Session:
     unrecorded_seconds: float = 0.0  # of writing the last generation, which the next record counts
     last_commit: float = 0.0  # when records were last written to disk
     observations: list[float] = field(default_factory=list)  # steps, sums and sums of squares of all generations
+    probed: dict[str, float] = field(default_factory=dict)  # what a probe has chosen
     peak_bytes: int = 0  # of a GPU, in generations whose resources were measured
 
     @classmethod
@@ -333,6 +334,7 @@ class Session:
         state = self.gather_state()
         if self.journal is not None:
             self.journal.save(state, self.generation)
+            self.journal.prune(self.recipe.keep_snapshots if self.recipe is not None else None)
         return state
 
     def note(self, record: Record) -> Row:

@@ -87,7 +87,8 @@ class Stop:
         """Raise an error that names the metrics, if the target's metric or that of patience will not be measured."""
         names = [f"{split}_{kind}" for split in splits for kind in objective.measured()] + [f"center_{objective.name}"]
         if objective.population is not None:
-            names += [f"{split}_{kind}" for split in objective.population.splits for kind in ("return", "steps")]
+            population = objective.population
+            names += [f"{split}_{kind}" for split in population.splits for kind in population.metrics]
         if self.patience is not None:
             Best.require(objective, splits, "patience")
         if self.interactions is not None and objective.columns == 1:

@@ -30,6 +30,7 @@ class Moments:
     power1: float = 1.0  # beta1^t and beta2^t, as running products
     power2: float = 1.0
     foreign: dict[str, Any] = field(default_factory=dict)  # the state of a torch.optim optimizer and its scheduler
+    start: torch.Tensor | None = None  # the weights before the first step, where a decay leads back to them
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class SGD:
     Args:
         momentum: 0 is plain gradient descent, which has no moments.
         weight_decay: the part of each weight that a step at a learning rate of 1 removes.
+        start_decay: the part of each weight's distance from its start that such a step removes, for pretrained nets.
 
     >>> theta, _ = SGD().step(torch.tensor([1.0, 2.0]), torch.tensor([0.5, -1.0]), Moments(), rate=0.5)
     >>> theta.tolist()
@@ -49,18 +51,21 @@ class SGD:
 
     momentum: float = 0.0
     weight_decay: float = 0.0
+    start_decay: float = 0.0
 
     def init(self, theta: torch.Tensor) -> Moments:
-        return Moments(first=torch.zeros_like(theta)) if self.momentum else Moments()
+        first = torch.zeros_like(theta) if self.momentum else None
+        return Moments(first, start=theta.clone() if self.start_decay else None)
 
     def step(
         self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
     ) -> tuple[torch.Tensor, Moments]:
+        theta = pull_back(theta, moments.start, rate * self.start_decay)
         theta = decay(theta, rate * self.weight_decay)
         if self.momentum:
             assert moments.first is not None, "momentum needs the moments that init returns"
             gradient = moments.first * round_to(self.momentum, theta.dtype) + gradient
-            moments = Moments(first=gradient)
+            moments = Moments(first=gradient, start=moments.start)
         return theta - gradient * round_to(rate, theta.dtype), moments
 
 
@@ -76,6 +81,7 @@ class Adam:
         beta2: decay of the second moment.
         eps: added to the denominator.
         weight_decay: the part of each weight that a step at a learning rate of 1 removes.
+        start_decay: the part of each weight's distance from its start that such a step removes, for pretrained nets.
 
     >>> theta = torch.zeros(2)
     >>> theta, _ = Adam().step(theta, torch.tensor([3.0, -4.0]), Adam().init(theta), rate=0.5)
@@ -87,9 +93,11 @@ class Adam:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
+    start_decay: float = 0.0
 
     def init(self, theta: torch.Tensor) -> Moments:
-        return Moments(first=torch.zeros_like(theta), second=torch.zeros_like(theta))
+        start = theta.clone() if self.start_decay else None
+        return Moments(first=torch.zeros_like(theta), second=torch.zeros_like(theta), start=start)
 
     def step(
         self, theta: torch.Tensor, gradient: torch.Tensor, moments: Moments, rate: float
@@ -99,19 +107,20 @@ class Adam:
         dtype = theta.dtype
         power1, power2 = moments.power1 * self.beta1, moments.power2 * self.beta2
         corrected, correction = rate / (1 - power1), 1 / math.sqrt(1 - power2)
+        theta = pull_back(theta, moments.start, rate * self.start_decay)
         if kernel_device(theta.device).type == "cuda" and dtype == torch.float32:
             betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
             values = (rate * self.weight_decay, *betas, corrected, correction, self.eps)
             scalars = tuple(round_to(value, dtype) for value in values)
             adam = kernels_for(theta.device).adam
             theta, first, second = adam(theta, moments.first, moments.second, gradient, scalars)
-            return theta, Moments(first, second, power1, power2)
+            return theta, Moments(first, second, power1, power2, start=moments.start)
         theta = decay(theta, rate * self.weight_decay)
         first = moments.first * round_to(self.beta1, dtype) + gradient * round_to(1 - self.beta1, dtype)
         second = moments.second * round_to(self.beta2, dtype) + (gradient * gradient) * round_to(1 - self.beta2, dtype)
         step = first * round_to(corrected, dtype)
         scale = square_root(second) * round_to(correction, dtype) + round_to(self.eps, dtype)
-        return theta - step / scale, Moments(first, second, power1, power2)
+        return theta - step / scale, Moments(first, second, power1, power2, start=moments.start)
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,15 @@ Optimizer = SGD | Adam | TorchOptimizer
 def decay(theta: torch.Tensor, amount: float) -> torch.Tensor:
     """Return theta - theta * amount."""
     return theta - theta * round_to(amount, theta.dtype) if amount else theta
+
+
+def pull_back(theta: torch.Tensor, start: torch.Tensor | None, amount: float) -> torch.Tensor:
+    """Return theta - (theta - start) * amount.
+
+    >>> pull_back(torch.tensor([3.0, -1.0]), torch.tensor([1.0, 1.0]), 0.5).tolist()
+    [2.0, 0.0]
+    """
+    return theta if start is None or not amount else theta - (theta - start) * round_to(amount, theta.dtype)
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:

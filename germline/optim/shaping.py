@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Shaping = Literal["ranks", "zscore"]
+Shaping = Literal["ranks", "zscore", "raw"]
 
-ONE = 1 << 12  # z-scores are counted in units of 2^-12
+ONE = 1 << 12  # z-scores and raw differences are counted in units of 2^-12
 CLIP = 8 * ONE
 
 
@@ -23,11 +23,13 @@ def utilities(scores: NDArray[Any], shaping: Shaping, *, maximize: bool) -> NDAr
 
     Args:
         scores: one per member.
-        shaping: "ranks" (centered ranks) or "zscore" (standardized scores).
+        shaping: "ranks" (centered ranks), "zscore" (standardized scores) or "raw" (differences from the mean).
         maximize: whether larger scores are better.
     """
     if not any_finite(scores):
         return None
+    if shaping == "raw":
+        return differences(scores, maximize=maximize)
     return ranks(scores, maximize=maximize) if shaping == "ranks" else zscores(scores, maximize=maximize)
 
 
@@ -58,7 +60,7 @@ def any_finite(scores: NDArray[Any]) -> bool:
 
 
 def utility_unit(shaping: Shaping, population: int) -> float:
-    """Return what one utility is worth: centered ranks span -1/2 to 1/2, z-scores have variance 1."""
+    """Return what one utility is worth: ranks span -1/2 to 1/2, z-scores have variance 1, raw ones are in scores."""
     return 1 / (2 * (population - 1)) if shaping == "ranks" else 1 / ONE
 
 
@@ -127,7 +129,24 @@ def zscores(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
     spread = math.sqrt(math.fsum((g - mean) ** 2 for g in finite) / len(finite))
     if spread == 0:
         return np.where(good > -np.inf, 0, -CLIP).astype(np.int64)
-    fixed = [max(-CLIP, min(CLIP, round((float(g) - mean) / spread * ONE))) if g > -np.inf else -CLIP for g in good]
+    return to_fixed_point(good, mean, spread)
+
+
+def differences(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
+    """Return score - mean of the finite scores, in fixed point and clipped, for scores of about 1, such as rewards.
+
+    Nothing is divided by the spread of a few members, which may be tiny.
+
+    >>> (differences(np.array([0.25, 0.75, float("nan")]), maximize=True) / ONE).tolist()
+    [-0.25, 0.25, -8.0]
+    """
+    good = goodness(scores, maximize)
+    return to_fixed_point(good, mean_finite(good), 1.0)
+
+
+def to_fixed_point(good: NDArray[np.float32], mean: float, unit: float) -> NDArray[np.int64]:
+    """Return differences from a mean in fixed point, clipped; what is not finite is worst."""
+    fixed = [max(-CLIP, min(CLIP, round((float(g) - mean) / unit * ONE))) if g > -np.inf else -CLIP for g in good]
     return np.array(fixed, np.int64)
 
 

@@ -12,6 +12,7 @@ from germline.population.check import (
     choose_dtype,
     choose_plan,
     describe_error,
+    has_fast_bfloat16,
     matches_plain_copy,
     rank_correlation,
     score_first_members,

@@ -75,6 +75,8 @@ class Block:
     dropout_offset: int = 0  # elements of the dropout stream that have been used
     weights_by_slot: dict[int, torch.Tensor] = field(default_factory=dict)
     vmap_weights: dict[int, torch.Tensor] = field(default_factory=dict)  # the same tensors, as vmap shows them
+    keeps_factors: bool = False  # whether factors stay in memory, for a block that is evaluated step by step
+    factors_by_slot: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         candidates = self.generation.candidates
@@ -153,10 +155,19 @@ class Block:
 
     def factors(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A and B of each address: (addresses, rows, rank) and (addresses, columns, rank)."""
+        if (index, dtype) in self.factors_by_slot:
+            return self.factors_by_slot[index, dtype]
         matrix = self.matrix(index)
         assert matrix is not None
-        a, b = self.unsigned_noise(slice(None)).factors(matrix)
-        return a.to(dtype), b.to(dtype)
+        a, b = (factor.to(dtype) for factor in self.unsigned_noise(slice(None)).factors(matrix))
+        if self.keeps_factors:
+            self.factors_by_slot[index, dtype] = a, b
+        return a, b
+
+    def drop_weights(self) -> None:
+        """Let go of the weights of the members, except for small ones, such as those of norms."""
+        for index in [i for i in self.weights_by_slot if len(self.slot(i).shape) > 1]:
+            del self.weights_by_slot[index]
 
     def dense_noise(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the integers of the dense noise of all addresses: (addresses, *shape)."""

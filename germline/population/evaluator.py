@@ -83,7 +83,7 @@ class Evaluator:
 
     def make_plain(self) -> "Evaluator":
         """Return an evaluator of plain copies of the module, which members are compared with."""
-        plan = Plan(1, "isolated", vectorized=False, dropout=self.plan.dropout)
+        plan = Plan(1, "isolated", vectorized=False, dtype=self.plan.dtype, dropout=self.plan.dropout)
         return Evaluator.build(self.source, self.genome, self.objective, self.device, plan)
 
     def blocks(self, population: int) -> list[NDArray[np.int64]]:

@@ -14,8 +14,9 @@ from germline.errors import BadInput, format_error, unknown_name
 from germline.recipes.darwinn import cif_8m, cif_900k, mnist_3m
 from germline.recipes.digits import digits
 from germline.recipes.hybrid_es import hybrid_es_convnet, hybrid_es_mnist
+from germline.recipes.language import lm_bytes, smollm2_concise, smollm2_countdown, smollm2_format
 from germline.recipes.mnist import mnist_conv, mnist_mlp
-from germline.recipes.nuclei import unet_nuclei
+from germline.recipes.nuclei import unet_nuclei, unet_shapes
 from germline.recipes.pesgd import pesgd_mnist
 from germline.recipes.recipe import Recipe
 from germline.recipes.rl import cartpole, half_cheetah, lunar_lander, pong_ram, swimmer
@@ -25,9 +26,12 @@ from germline.strategies.settings import parse_setting
 
 Maker = Callable[..., Recipe]
 CLASSES = (digits, mnist_mlp, mnist_conv, mnist_3m, cif_900k, cif_8m, hybrid_es_mnist, hybrid_es_convnet, pesgd_mnist)
-OTHERS = (unet_nuclei, lstm_temperature, lstm_etth1, threshold_digits)
+OTHERS = (unet_nuclei, unet_shapes, lstm_temperature, lstm_etth1, threshold_digits)
 SIMULATORS = (cartpole, lunar_lander, swimmer, half_cheetah, pong_ram)
-RECIPES: dict[str, Maker] = {make.__name__.replace("_", "-"): make for make in (*CLASSES, *OTHERS, *SIMULATORS)}
+LANGUAGE = (lm_bytes, smollm2_format, smollm2_concise, smollm2_countdown)
+RECIPES: dict[str, Maker] = {
+    make.__name__.replace("_", "-"): make for make in (*CLASSES, *OTHERS, *SIMULATORS, *LANGUAGE)
+}
 
 
 def recipe_address(name: str) -> str:

@@ -4,48 +4,42 @@ Malik et al., "DarwiNN: Efficient Distributed Neuroevolution under Communication
 Schaul, Simonyan, "Non-Differentiable Supervised Learning with Evolution Strategies and Hybrid Methods", 2019. The
 layers are those of DarwiNN's code, but for a ReLU after the hidden layer of ``mnist-3m``, which it leaves out.
 
-Nothing is downloaded: where the real data are missing, a recipe trains on synthetic images of the same shape.
+The data are downloaded if they are not on this machine; ``data=synthetic`` is images of the same shape that are made.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import nn
 
-from germline.data import HOW_TO_PROVIDE, MissingDataError, Splits, load_cifar10, load_mnist, make_synthetic
+from germline.data import Splits, load_cifar10, load_mnist, make_synthetic
 from germline.errors import BadInput
 from germline.recipes.recipe import Recipe, seeded
-from germline.strategies import SNES, Gradient, OpenAIES
+from germline.strategies import SNES, Gradient
 from germline.strategies.settings import check_choice
 
-Source = Literal["auto", "real", "synthetic"]
+Source = Literal["real", "synthetic"]
 Block = Callable[[int, int, int], Iterator[nn.Module]]  # of input channels, output channels and stride
 
 WIDTHS = (64, 64, 128, 128, 128, 256, 256, 256, 512, 512, 512)  # each that widens, but for the first, has a stride of 2
 
 
-class SyntheticData(UserWarning):
-    """A recipe trains on synthetic data, because the real data are missing."""
-
-
-def mnist_3m(*, seed: int = 0, batch_size: int = 256, data: Source = "auto", examples: int | None = None) -> Recipe:
+def mnist_3m(*, seed: int = 0, batch_size: int = 256, data: Source = "real", examples: int | None = None) -> Recipe:
     """Classify MNIST by DarwiNN's net of 3,274,634 parameters: two convolutions of 5 x 5, a hidden layer of 1024."""
-    splits = load_splits("MNIST", (1, 28, 28), partial(load_mnist, download=False), data, examples)
+    splits = load_splits((1, 28, 28), load_mnist, data, examples)
     return build_recipe(seeded(seed, two_convolutions), splits, batch_size)
 
 
-def cif_900k(*, seed: int = 0, batch_size: int = 128, data: Source = "auto", examples: int | None = None) -> Recipe:
+def cif_900k(*, seed: int = 0, batch_size: int = 128, data: Source = "real", examples: int | None = None) -> Recipe:
     """Classify CIFAR-10 by DarwiNN's net of 895,973 parameters: eleven separable convolutions with batch norm."""
-    splits = load_splits("CIFAR-10", (3, 32, 32), load_cifar10, data, examples)
+    splits = load_splits((3, 32, 32), load_cifar10, data, examples)
     return build_recipe(seeded(seed, lambda: eleven_blocks(separable)), splits, batch_size)
 
 
-def cif_8m(*, seed: int = 0, batch_size: int = 128, data: Source = "auto", examples: int | None = None) -> Recipe:
+def cif_8m(*, seed: int = 0, batch_size: int = 128, data: Source = "real", examples: int | None = None) -> Recipe:
     """Classify CIFAR-10 by DarwiNN's net of 7,790,794 parameters: eleven convolutions of 3 x 3 with batch norm."""
-    splits = load_splits("CIFAR-10", (3, 32, 32), load_cifar10, data, examples)
+    splits = load_splits((3, 32, 32), load_cifar10, data, examples)
     return build_recipe(seeded(seed, lambda: eleven_blocks(plain)), splits, batch_size)
 
 
@@ -79,20 +73,13 @@ def separable(inputs: int, outputs: int, stride: int) -> Iterator[nn.Module]:
 
 
 def load_splits(
-    name: str, shape: tuple[int, int, int], load: Callable[[], Splits], source: Source, examples: int | None
+    shape: tuple[int, int, int], load: Callable[[], Splits], source: Source, examples: int | None
 ) -> Splits:
     """Return real or synthetic images of one shape, at most ``examples`` of each part."""
     check_choice("data", source, get_args(Source))
     if examples is not None and examples < 1:
         raise BadInput(f"The setting examples must be at least 1, or none for all of them, not {examples}.")
-    try:
-        splits = make_synthetic(shape) if source == "synthetic" else load()
-    except MissingDataError:
-        if source == "real":
-            raise
-        message = f"{name} is not on this machine, so this run is on synthetic images of its shape"
-        warnings.warn(f"{message}; for the real ones {HOW_TO_PROVIDE}.", SyntheticData, stacklevel=2)
-        splits = make_synthetic(shape)
+    splits = make_synthetic(shape) if source == "synthetic" else load()
     return (splits if examples is None else splits.first(examples)).reshape(*shape)
 
 
@@ -102,7 +89,6 @@ def build_recipe(model: nn.Module, splits: Splits, batch_size: int) -> Recipe:
         model=model,
         **splits.as_arguments(),
         loss=F.cross_entropy,
-        strategy=OpenAIES(population=96, sigma=0.02, lr=0.004),
         others={"snes": SNES(population=96, sigma=0.02), "gradient": Gradient(lr=0.001)},
         batch_size=batch_size,
         generations=3000,

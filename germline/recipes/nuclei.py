@@ -1,4 +1,4 @@
-"""Cell nuclei segmented by a U-Net, trained for the overlap with their masks: the encoder-decoder of Kalia et al.
+"""Images segmented by a U-Net, trained for the overlap with their masks: the encoder-decoder of Kalia et al.
 
 Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heterogeneous Computing Environments", 2022.
 """
@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from germline.data import load_nuclei
+from germline.data import Splits, load_nuclei, make_shapes
+from germline.data.nuclei import NUCLEI_SIZE
+from germline.data.shapes import SIZE as SHAPES_SIZE
 from germline.errors import BadInput
 from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
-from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
+from germline.strategies import AUTO, GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
 
 Size = Literal["small", "large"]
@@ -92,20 +94,38 @@ def unet_nuclei(
     *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
 ) -> Recipe:
     """Segment cell nuclei by a U-Net of 7,465 or 1,946,305 parameters, trained on squares, measured on whole images."""
+    check_crop(crop, NUCLEI_SIZE)
+    return build_recipe(load_nuclei(), size, batch_size, crop, steps, seed)
+
+
+def unet_shapes(
+    *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
+) -> Recipe:
+    """Segment textured shapes under uneven light, which no threshold finds, by the U-Net of ``unet-nuclei``."""
+    check_crop(crop, SHAPES_SIZE)
+    return build_recipe(make_shapes(), size, batch_size, crop, steps, seed)
+
+
+def check_crop(crop: int, pixels: int) -> None:
+    """Check that images can be cut into squares of this size."""
+    if crop < 16 or pixels % crop:
+        message = f"The setting crop must be at least 16 and divide images of {pixels} pixels evenly"
+        raise BadInput(f"{message}, not {crop}.")
+
+
+def build_recipe(data: Splits, size: Size, batch_size: int, crop: int, steps: int, seed: int) -> Recipe:
+    """Return the recipe of a U-Net on images with masks."""
     check_choice("size", size, get_args(Size))
-    if crop < 16 or 256 % crop:
-        raise BadInput(f"The setting crop must be at least 16 and divide images of 256 pixels evenly, not {crop}.")
-    data = load_nuclei()
     x, y = (cut_squares(part, crop) for part in data.train)
-    has_nucleus = y.amax((1, 2, 3)) > 0  # the others teach little
+    has_mask = y.amax((1, 2, 3)) > 0  # the others teach little
     return Recipe(
         model=seeded(seed, lambda: UNet(*SHAPES[size])),
-        data=(x[has_nucleus], y[has_nucleus]),
+        data=(x[has_mask], y[has_mask]),
         dev=data.dev,
         test=data.test,
         loss=overlap,
         metrics={"dice": dice, "iou": iou},
-        strategy=OpenAIES(population=64, sigma=0.05, lr=Schedule("linear", 0.04, 0.0)),
+        strategy=OpenAIES(population=64, sigma=0.05, lr=Schedule("linear", 0.04, 0.0)) if size == "small" else AUTO,
         others={
             "snes": SNES(population=64, sigma=0.05),
             "mu-lambda": MuLambda(population=64, parents=8, sigma=0.03),

@@ -9,12 +9,12 @@ from torch import nn
 
 from germline.arguments import check_fields
 from germline.errors import BadInput
-from germline.genome import set_trainable
+from germline.genome import count_parameters, set_trainable
 from germline.metrics import Metrics
 from germline.objective import Data, Objective, build_objective
 from germline.population import DType
 from germline.sources import float_type
-from germline.strategies import AnyStrategy, OpenAIES
+from germline.strategies import AUTO, AnyStrategy, choose_strategy
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Recipe:
         maximize: Whether larger is better.
         metrics: Functions of (output, target) by which dev and test are measured: a dict by name, a list, or one; by
             default accuracy for classes.
-        strategy: The strategy that trains the model.
+        strategy: The strategy that trains the model; if it is not given, one is chosen by the number of parameters
+            and by what members are scored on.
         others: Good settings of other strategies, by the name of the strategy.
         batch_size: Examples of a batch; by default that of the DataLoader, else all of the data.
         shuffle: Whether every epoch has another order; otherwise all have the order of the data.
@@ -46,6 +47,8 @@ class Recipe:
         generations: The number of generations after which a run ends by default.
         evaluate_every: Generations between two measurements of dev and test.
         snapshot_every: Generations between two snapshots of the state.
+        keep_snapshots: How many of the latest snapshots are kept besides the first; by default as many as take 2 GB
+            together, but at least two.
         baseline_loss: A loss with a gradient, which backprop minimizes instead of a score that has none.
         trainable: The parameters to train, by patterns of their names, such as ``["*.lora_*", "head"]``; all others
             are frozen. If it is not given, the parameters with ``requires_grad`` are trained.
@@ -65,7 +68,7 @@ class Recipe:
     objective: Callable[..., Any] | None = None
     maximize: bool | None = None
     metrics: Metrics | None = None
-    strategy: AnyStrategy = field(default_factory=OpenAIES)
+    strategy: AnyStrategy = AUTO
     others: Mapping[str, AnyStrategy] = field(default_factory=dict)
     batch_size: int | None = None
     shuffle: bool = True
@@ -74,17 +77,22 @@ class Recipe:
     generations: int = 300
     evaluate_every: int = 10
     snapshot_every: int = 100
+    keep_snapshots: int | None = None
     baseline_loss: Callable[..., Any] | None = None
     trainable: str | Sequence[str] | None = None
+    names_strategy: bool = field(init=False, default=True, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("evaluate_every", "snapshot_every", "batch_size"):
+        for name in ("evaluate_every", "snapshot_every", "keep_snapshots", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise BadInput(f"{name} must be at least 1, not {value}.")
         if self.trainable is not None:
             set_trainable(self.model, self.trainable)
+        if self.strategy is AUTO:
+            object.__setattr__(self, "strategy", self.choose_strategy())
+            object.__setattr__(self, "names_strategy", False)
 
     def splits(self) -> dict[str, Data]:
         """Return the data sets that are given, by the names train, dev and test."""
@@ -92,6 +100,14 @@ class Recipe:
         dtype = float_type(self.model)
         present = {split: pair for split, pair in given.items() if pair[1] is not None}
         return {split: Data.from_source(source, name, dtype) for split, (name, source) in present.items()}
+
+    def choose_strategy(self, evaluations: int | None = None) -> AnyStrategy:
+        """Return the strategy of a run that names none.
+
+        Args:
+            evaluations: The run's budget in forward passes of a batch, if it has one.
+        """
+        return choose_strategy(count_parameters(self.model), has_loss=self.loss is not None, evaluations=evaluations)
 
     def with_strategy(self, strategy: AnyStrategy) -> "Recipe":
         """Return the recipe with another strategy."""

@@ -8,6 +8,7 @@ Kalia, Mohan, Nemani, "Evolutionary Training of Deep Neural Networks on Heteroge
 """
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,8 +16,11 @@ from torch import Tensor, nn
 from germline.data import load_series, make_windows
 from germline.errors import BadInput
 from germline.recipes.recipe import Recipe, seeded
-from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
+from germline.strategies import GA, PSO, SNES, Gradient, MuLambda
+from germline.strategies.settings import check_choice
 
+Column = Literal["HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"]  # six loads and the oil temperature
+COLUMNS = get_args(Column)
 YEAR, MONTH = 365, 30 * 24  # days; hours
 LEAST_STD = 0.01  # added to the standard deviation of a window, which may be constant
 
@@ -58,9 +62,13 @@ def lstm_temperature(*, seed: int = 0, hidden: int = 16, window: int = 28, horiz
     return build_recipe(values, (6 * YEAR, 8 * YEAR, len(values)), window, horizon, hidden, seed)
 
 
-def lstm_etth1(*, seed: int = 0, hidden: int = 16, window: int = 48, horizon: int = 24) -> Recipe:
-    """Forecast a day of a transformer's hourly oil temperature from two days of it and of six loads by an LSTM."""
-    values = load_series("ETTh1.csv", range(1, 8))
+def lstm_etth1(
+    *, seed: int = 0, hidden: int = 16, window: int = 48, horizon: int = 24, column: Column = "OT"
+) -> Recipe:
+    """Forecast a day of a transformer's oil temperature, or of a load, by the hour from two days of all by an LSTM."""
+    check_choice("column", column, COLUMNS)
+    others = [number for number, name in enumerate(COLUMNS, 1) if name != column]
+    values = load_series("ETTh1.csv", [*others, 1 + COLUMNS.index(column)])
     return build_recipe(values, (12 * MONTH, 16 * MONTH, 20 * MONTH), window, horizon, hidden, seed)
 
 
@@ -75,7 +83,6 @@ def build_recipe(values: Tensor, cuts: Sequence[int], window: int, horizon: int,
         **data.as_arguments(),
         loss=mse,
         metrics={"mse": mse, "persistence_mse": persistence_mse},
-        strategy=OpenAIES(population=128, sigma=0.05, lr=0.01),
         others={
             "snes": SNES(population=128, sigma=0.05),
             "mu-lambda": MuLambda(population=128, parents=16, sigma=0.02),

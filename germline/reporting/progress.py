@@ -64,7 +64,13 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def show_stage(self, text: str) -> None:
-        """Show what the process does before the first generation, with the seconds that it has taken."""
+        """Show what the process does before the first generation, with the seconds that it has taken.
+
+        A text that ends in a period is a decision about the run, and stays on the screen.
+        """
+        if text.endswith("."):
+            self.console.print(text, style="dim", highlight=False)
+            return
         self.stage, self.started = text, time.monotonic()
         if self.live is not None:
             self.live.update(StageLine(self), refresh=True)

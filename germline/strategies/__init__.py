@@ -1,5 +1,6 @@
 """The strategies, the protocol that they follow, and the registry that finds them by name."""
 
+from germline.strategies.auto import AUTO, choose_strategy
 from germline.strategies.candidates import Candidates, Offspring, UnsharedCandidates, describe_offspring
 from germline.strategies.deep_ga import DeepGA
 from germline.strategies.ga import GA

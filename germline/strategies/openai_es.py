@@ -5,8 +5,9 @@
 with F the shaped scores and z the members' noise, mirrored.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from germline.errors import BadInput
 from germline.genome import Genome
 from germline.noise import Field, Kind, Noise, Span, round_to
 from germline.optim.optimizers import Moments
-from germline.optim.schedules import Scheduled, value_at
+from germline.optim.schedules import Schedule, Scheduled, value_at
 from germline.optim.shaping import Shaping, shape_by_shard, utilities, utility_unit
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, SummedStrategy
@@ -35,6 +36,20 @@ from germline.strategies.settings import (
     parse_ranks,
     setting,
 )
+
+RATES = (0.1, 0.8)  # the least and the largest learning rate of lr="auto", in units of sigma
+
+
+def choose_relative_rate(population: int, parameters: int) -> float:
+    """Return the learning rate of ``lr="auto"``, in units of sigma.
+
+    The direction of a generation is better the more members there are for a parameter, and a step may be longer. The
+    best step grows with the cosine between direction and gradient, which is about sqrt(population / parameters).
+
+    >>> choose_relative_rate(64, 4810), round(choose_relative_rate(256, 1_000_000), 3)
+    (0.576..., 0.1)
+    """
+    return min(max(5 * math.sqrt(population / parameters), RATES[0]), RATES[1])
 
 
 @dataclass(frozen=True)
@@ -60,16 +75,18 @@ class OpenAIES(SummedStrategy[State]):
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: Scheduled | Literal["auto"] = setting(0.05, "standard deviation of the noise: a number, a schedule or auto")
-    lr: Scheduled = setting(0.02, "learning rate of the optimizer: a number or a schedule")
+    lr: Scheduled | Literal["auto"] = setting(0.02, "learning rate of the optimizer: a number, a schedule or auto")
+    lr_unit: float | Literal["auto"] = setting(1.0, "what lr counts in: a number, or auto for what a probe chooses")
     rank: int | None = setting(None, "rank of the noise of matrices; none is dense noise")
     ranks: str = setting("", "other ranks for parameters by name: 'embedding.*=4, head.weight=none'")
     mirrored: bool = setting(True, "whether members come in pairs with opposite noise")
-    shaping: Shaping = setting("ranks", "how scores become utilities: ranks or zscore")
+    shaping: Shaping = setting("ranks", "how scores become utilities: ranks, zscore or raw")
     optimizer: str | Callable[..., Any] = setting(
         "adam", "adam, sgd, momentum, torch.NAME, or a function of parameters"
     )
     scheduler: Callable[..., Any] | None = setting(None, "a torch scheduler, as a function of the torch optimizer")
     weight_decay: float = setting(0.0, "decoupled weight decay")
+    start_decay: float = setting(0.0, "decoupled decay towards the weights before the run, for pretrained nets")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
     shards: int = setting(1, "equal parts of the population that are ranked separately (semi-updates)")
 
@@ -78,12 +95,32 @@ class OpenAIES(SummedStrategy[State]):
         check_population(self.population, self.mirrored, self.shards)
         if self.sigma != "auto":
             check_rate("sigma", self.sigma)
-        check_optimizer(self)
+        if self.lr != "auto":
+            check_optimizer(self)
+        elif self.optimizer != "adam":
+            raise BadInput('lr="auto" is for optimizer="adam": give the learning rate of another optimizer.')
+        if self.lr_unit != "auto":
+            check_rate("lr_unit", self.lr_unit)
+        elif self.sigma != "auto":
+            raise BadInput('lr_unit="auto" is what a probe chooses together with sigma="auto": give a number.')
         parse_ranks(self.ranks)
 
     @property
     def needs_probe(self) -> bool:
         return self.sigma == "auto"
+
+    def bind(self, genome: Genome) -> "OpenAIES":
+        """Return the strategy with the learning rate that ``lr="auto"`` means for this number of parameters."""
+        if self.lr != "auto":
+            return self
+        unit: float | Literal["auto"] = "auto"
+        if self.sigma != "auto":
+            unit = choose_relative_rate(self.population, genome.size) * value_at(self.sigma, 0)
+        return replace(self, lr=Schedule("linear", 1.0, 0.0), lr_unit=unit)
+
+    def after_probe(self, values: Mapping[str, float]) -> "OpenAIES":
+        """Return the strategy with the sigma that a probe has chosen, and the learning rate."""
+        return replace(self, sigma=values["sigma"], lr_unit=values["lr"] if self.lr_unit == "auto" else self.lr_unit)
 
     @property
     def is_columnwise(self) -> bool:
@@ -102,10 +139,12 @@ class OpenAIES(SummedStrategy[State]):
     def values(self, state: State, generation: int) -> dict[str, float]:
         if self.sigma == "auto":
             raise BadInput('sigma="auto" must be resolved by a probe before the first generation.')
+        assert self.lr != "auto", "see bind"
+        assert self.lr_unit != "auto", "see after_probe"
         rate = learning_rate_at(build_optimizer(self), self.lr, state.theta, state.moments, generation)
         sigma = value_at(self.sigma, generation)
         check_rate("sigma", sigma)
-        return {"sigma": sigma, "lr": rate}
+        return {"sigma": sigma, "lr": rate * self.lr_unit}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
         return Candidates(field, generation, state.theta, values["sigma"])

@@ -142,6 +142,10 @@ class Strategy(Protocol[S]):
         """Return the strategy with other values of some settings."""
         return dataclasses.replace(self, **settings)  # type: ignore[type-var]
 
+    def after_probe(self, values: Mapping[str, float]) -> Self:
+        """Return the strategy with what a probe has chosen: ``sigma``, and ``lr`` for a first learning rate."""
+        return self.with_settings(sigma=values["sigma"])
+
     def bind(self, genome: Genome) -> Self:
         """Return the strategy with the settings filled in that depend on the parameters; they join the run's header."""
         return self

@@ -41,6 +41,11 @@ def build_optimizer(strategy: Any) -> Optimizer:
     adam, sgd and momentum are this package's own, exact ones; torch.NAME and functions are torch's.
     """
     choice, scheduler, weight_decay = strategy.optimizer, strategy.scheduler, strategy.weight_decay
+    start_decay = getattr(strategy, "start_decay", 0.0)
+    if start_decay and (callable(choice) or choice.startswith("torch.")):
+        raise BadInput(
+            "Only adam, sgd and momentum decay towards the start: choose one of them, or leave start_decay at 0."
+        )
     if callable(choice):
         if weight_decay:
             raise BadInput("A function that makes an optimizer sets its weight decay too: leave weight_decay at 0.")
@@ -57,9 +62,9 @@ def build_optimizer(strategy: Any) -> Optimizer:
             f"A torch scheduler needs a torch optimizer, and {choice!r} is not one: give lr a schedule instead."
         )
     exact: dict[str, Optimizer] = {
-        "adam": Adam(weight_decay=weight_decay),
-        "sgd": SGD(weight_decay=weight_decay),
-        "momentum": SGD(momentum=0.9, weight_decay=weight_decay),
+        "adam": Adam(weight_decay=weight_decay, start_decay=start_decay),
+        "sgd": SGD(weight_decay=weight_decay, start_decay=start_decay),
+        "momentum": SGD(momentum=0.9, weight_decay=weight_decay, start_decay=start_decay),
     }
     if choice not in exact:
         raise unknown_name("optimizer", choice, [*exact, "torch.NAME"])
@@ -82,6 +87,7 @@ def check_optimizer(strategy: Any) -> None:
     """Check the settings of the optimizer; torch's are tried on two numbers before a run starts."""
     check_rate("lr", strategy.lr, zero=True)
     check_rate("weight_decay", strategy.weight_decay, zero=True)
+    check_rate("start_decay", getattr(strategy, "start_decay", 0.0), zero=True)
     optimizer = build_optimizer(strategy)
     if not isinstance(optimizer, TorchOptimizer):
         return

@@ -10,7 +10,7 @@ positive utility. Low-rank noise has one sigma for all parameters, so SNES uses 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ class SNES(SummedStrategy[State]):
     has_semi_updates: ClassVar[bool] = True
 
     population: int = setting(256, "members of a generation; even if mirrored")
-    sigma: float = setting(0.05, "initial standard deviation of every parameter")
+    sigma: float | Literal["auto"] = setting(0.05, "initial standard deviation of every parameter: a number or auto")
+    probed: float | None = setting(None, "what a probe has chosen if sigma is auto; step sizes then count in it")
     lr: Scheduled = setting(1.0, "learning rate of the mean: a number or a schedule")
     lr_sigma: Scheduled | None = setting(None, "learning rate of the step sizes; none is (3 + ln M) / (5 sqrt M)")
     mirrored: bool = setting(True, "whether members come in pairs with opposite noise")
@@ -64,7 +65,10 @@ class SNES(SummedStrategy[State]):
     def __post_init__(self) -> None:
         check_fields(self, SETTING)
         check_population(self.population, self.mirrored, self.shards)
-        check_rate("sigma", self.sigma)
+        if self.sigma != "auto":
+            check_rate("sigma", self.sigma)
+        if self.probed is not None:
+            check_rate("probed", self.probed)
         check_rate("lr", self.lr, zero=True)
         if self.lr_sigma is not None:
             check_rate("lr_sigma", self.lr_sigma, zero=True)
@@ -75,6 +79,14 @@ class SNES(SummedStrategy[State]):
         ranked = self.population // self.shards
         if self.utilities is not None and len(self.utilities) != ranked:
             raise BadInput(f"There must be one utility for each of the {ranked} members that are ranked together.")
+
+    @property
+    def needs_probe(self) -> bool:
+        return self.sigma == "auto" and self.probed is None
+
+    def after_probe(self, values: Mapping[str, float]) -> "SNES":
+        """Return the strategy with the sigma that a probe has chosen; its State does not depend on it."""
+        return replace(self, probed=values["sigma"])
 
     def bind(self, genome: Genome) -> "SNES":
         """Return the strategy with the published constants for this number of parameters."""
@@ -91,17 +103,19 @@ class SNES(SummedStrategy[State]):
         return Field(seed, self.noise, self.mirrored)
 
     def init(self, theta: Tensor) -> State:
-        return State(theta, torch.full_like(theta, self.sigma))
+        return State(theta, torch.full_like(theta, 1.0 if self.sigma == "auto" else self.sigma))
 
     def values(self, state: State, generation: int) -> dict[str, float]:
         assert self.lr_sigma is not None, "see bind"
         rates = {"lr": value_at(self.lr, generation), "lr_sigma": value_at(self.lr_sigma, generation)}
         for name, rate in rates.items():
             check_rate(name, rate, zero=True)
-        return rates
+        if self.needs_probe:
+            raise BadInput('sigma="auto" must be resolved by a probe before the first generation.')
+        return rates if self.probed is None else rates | {"sigma": self.probed}
 
     def ask(self, state: State, field: Field, generation: int, values: Mapping[str, float]) -> Candidates:
-        return Candidates(field, generation, state.theta, state.sigma)
+        return Candidates(field, generation, state.theta, step_sizes(state, values))
 
     def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
         weights = self.weights(result.scores, maximize=maximize)
@@ -129,4 +143,10 @@ class SNES(SummedStrategy[State]):
         first_order = sums[0].to(dtype) * round_to(unit * result.values["lr"] / whole, dtype)
         rate = round_to(unit * unit * result.values["lr_sigma"] / (2 * whole), dtype)
         second_order = sums[1].to(dtype) * rate
-        return State(state.theta + state.sigma * first_order, state.sigma * exponential(second_order))
+        sigma = step_sizes(state, result.values)
+        return State(state.theta + sigma * first_order, state.sigma * exponential(second_order))
+
+
+def step_sizes(state: State, values: Mapping[str, float]) -> Tensor:
+    """Return the standard deviation of every parameter: the State's, in units of what a probe has chosen if one has."""
+    return state.sigma * round_to(values["sigma"], state.sigma.dtype) if "sigma" in values else state.sigma

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from germline.population.block import current_block
+from germline.population.block import Block, current_block
 from germline.population.rules.layer import Layer, LayerCall
 from germline.population.rules.linear import linear
 
@@ -60,17 +60,22 @@ def attend(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    **settings: Any,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """Return ``F.scaled_dot_product_attention``, where it is plain by the fused one for all members of a block."""
+    """Return ``F.scaled_dot_product_attention``, where it can be by the fused one for all members of a block."""
     block = current_block.block
-    is_plain = attn_mask is None and not dropout_p and not any(settings.values())
-    if block is None or block.vmap_index is None or block.single_member is not None or not is_plain:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if block is None or block.vmap_index is None or block.single_member is not None or dropout_p:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **settings)
+    tensors = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
+    if all(x.dim() == 4 for x in tensors) and (attn_mask is not None or scale is not None or enable_gqa):
+        return attend_together(block, tensors, settings)
     has_lengths = query.shape[-2] == key.shape[-2] or not is_causal
     is_alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == value.shape[-1]
-    if not (has_lengths and is_alike and query.device.type == "cpu" and query.dtype == torch.float32):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    is_plain = attn_mask is None and scale is None and not enable_gqa
+    if not (is_plain and has_lengths and is_alike and query.device.type == "cpu" and query.dtype == torch.float32):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, **settings)
     fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     members = block.size
 
@@ -80,4 +85,21 @@ def attend(
         return [fused(*sequences, 0.0, is_causal)[0].view(of_members[0].shape)]
 
     (out,) = block.call_once([query, key, value], compute)
+    return out
+
+
+def attend_together(block: Block, tensors: list[Tensor], settings: dict[str, Any]) -> Tensor:
+    """Return attention of (examples, heads, length, width), perhaps with a mask, by one call for all members."""
+
+    def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
+        of_members = [x if own else x.expand(block.size, *x.shape) for x, own in zip(inputs, batched, strict=True)]
+        examples = max(x.shape[1] for x in of_members)  # a mask may have one for all
+        rows = [x.expand(-1, examples, -1, -1, -1).reshape(-1, *x.shape[2:]) for x in of_members]
+        at_once = max(1, MAX_SEQUENCES // rows[0].shape[1])
+        pieces = zip(*(torch.split(x, at_once) for x in rows), strict=True)
+        out = [F.scaled_dot_product_attention(*piece, **settings) for piece in pieces]
+        joined = out[0] if len(out) == 1 else torch.cat(out)
+        return [joined.view(block.size, examples, *joined.shape[1:])]
+
+    (out,) = block.call_once(tensors, compute)
     return out
