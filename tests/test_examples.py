@@ -1,8 +1,8 @@
-"""Every example runs as a user runs it, from the installed wheel and without a checkout, and learns something."""
+"""Every example and notebook runs as a user runs it, from the installed wheel and without a checkout, and learns."""
 
+import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = {file.stem: file for file in sorted((ROOT / "examples").glob("*.py"))}
+EXAMPLES = {file.stem: file for kind in ("py", "ipynb") for file in sorted((ROOT / "examples").glob(f"*.{kind}"))}
 AT_LEAST = {  # the first number that an example prints
     "ask_and_tell": 0.9,
     "cartpole": 150.0,
@@ -22,6 +22,8 @@ AT_LEAST = {  # the first number that an example prints
     "data_loader": 0.9,
     "early_stopping": 0.75,
     "export": 0.8,
+    "first_steps": 0.9,
+    "frozen_body": 0.85,
     "one_bit": 0.7,
     "packed_gru": 0.85,
     "padded_transformer": 0.7,
@@ -31,9 +33,11 @@ AT_LEAST = {  # the first number that an example prints
     "residual_cnn": 0.85,
     "tabular_f1": 0.9,
     "log_to_tensorboard": 0.8,
+    "without_a_gradient": 0.8,
 }
 AT_MOST = {"own_simulator": 0.3, "own_strategy": 0.5, "two_inputs": 0.3}
-LINES = 25
+LINES = {".py": 25, ".ipynb": 60}
+RESULT = {"first_steps": "test accuracy", "frozen_body": "after", "without_a_gradient": "F1"}  # a line of a notebook
 
 
 @pytest.fixture(scope="session")
@@ -49,15 +53,30 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+def read_program(file: Path) -> str:
+    """Return the code of an example, or of all cells of a notebook."""
+    if file.suffix == ".py":
+        return file.read_text()
+    cells = json.loads(file.read_text())["cells"]
+    return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
 def count_lines(file: Path) -> int:
     """Return the lines of a program, without its docstring, blank lines and lines of brackets alone."""
-    code = file.read_text().split('"""', 2)[2].splitlines()
-    return sum(bool(re.search(r"\w", line)) for line in code)
+    program = read_program(file)
+    code = program.split('"""', 2)[2] if program.startswith('"""') else program
+    return sum(bool(re.search(r"\w", line)) for line in code.splitlines())
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_short(name: str) -> None:
-    assert count_lines(EXAMPLES[name]) <= LINES
+    assert count_lines(EXAMPLES[name]) <= LINES[EXAMPLES[name].suffix]
+
+
+def test_notebooks_hold_no_outputs() -> None:
+    for file in (ROOT / "examples").glob("*.ipynb"):
+        cells = [cell for cell in json.loads(file.read_text())["cells"] if cell["cell_type"] == "code"]
+        assert [cell for cell in cells if cell["outputs"] or cell["execution_count"] is not None] == [], file
 
 
 @pytest.mark.slow
@@ -67,10 +86,12 @@ def test_an_example_learns(name: str, installed: Path, tmp_path: Path) -> None:
     where = [sys.executable, "-c", "import germline; print(germline.__file__)"]
     imported = subprocess.run(where, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(imported.stdout.strip()).is_relative_to(installed)
-    script = shutil.copy(EXAMPLES[name], tmp_path)
+    script = tmp_path / f"{name}.py"
+    script.write_text(read_program(EXAMPLES[name]))
     run = subprocess.run([sys.executable, script], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    (value,) = re.findall(r"-?\d+\.\d+", run.stdout.splitlines()[0])[:1]
+    line = next(line for line in run.stdout.splitlines() if RESULT.get(name, "") in line)
+    (value,) = re.findall(r"-?\d+\.\d+", line)[:1]
     assert float(value) >= AT_LEAST.get(name, float("-inf")), run.stdout
     assert float(value) <= AT_MOST.get(name, float("inf")), run.stdout
 
