@@ -36,7 +36,7 @@ STEP_FACTOR, KEEPING_FACTOR = 2.5, 0.3  # of the learning rate where the score i
 LARGEST_RATE = 0.8  # the largest learning rate, in sigmas
 EVEN_RATIO = 1.5  # of the two sigmas of a smooth score, above which curvature is alike in all directions
 LARGEST_LOSS = 0.3  # of what members have lost where they are clearly worse, by their mean
-LARGEST_SPREADS = 2.0  # standard deviations by which members are worse than the center if it can do something
+LARGEST_SPREADS = 3.0  # standard deviations by which members are worse than the center if it is more than lucky
 
 
 def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
