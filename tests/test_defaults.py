@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import germline as gl
 from germline.cli.app import app
+from germline.cli.options import replace_strategy
 from germline.data import load_digits
 from germline.engine.journal import Journal
 from germline.engine.probe import SIGMAS, find_smooth_sigma, find_step_sigma, odd_share
@@ -99,8 +100,8 @@ def test_a_score_of_steps_keeps_what_a_network_can_do() -> None:
     assert find_step_sigma(lambda sigma: score(sigma, trained=False), maximize=True)[0] == 0.1
     sigma, _ = find_step_sigma(lambda sigma: score(sigma, trained=True), maximize=True)
     assert sigma == 0.002  # the first that is clearly worse, at 0.005, has lost 0.05 of 0.9; 0.002 loses 0.009
-    lucky = lambda sigma: np.float32(0.127) if sigma == SIGMAS[-1] else score(sigma, trained=False)  # noqa: E731
-    assert find_step_sigma(lambda sigma: np.resize(lucky(sigma), 64), maximize=True)[0] == 0.1
+    lucky: Any = lambda sigma: 0.127 if sigma == SIGMAS[-1] else score(sigma, trained=False)  # noqa: E731
+    assert find_step_sigma(lambda sigma: np.resize(np.float32(lucky(sigma)), 64), maximize=True)[0] == 0.1
     nothing = np.full(64, np.nan, np.float32)
     far_is_nan = lambda sigma: nothing if sigma > 0.01 else score(sigma, trained=True)  # noqa: E731
     assert find_step_sigma(far_is_nan, maximize=True)[0] == 0.002
@@ -117,6 +118,16 @@ def test_a_trained_network_loses_nothing_in_ten_generations(by_accuracy: bool) -
     result = gl.train(model, data=data.train, dev=data.dev, **goal, generations=10, run=False)
     assert before > 0.9
     assert result.summary["metrics"]["dev_accuracy"] > before - 0.01
+
+
+def test_a_strategy_that_is_named_has_the_settings_that_are_listed() -> None:
+    x, y = load_digits().train
+    recipe = gl.Recipe(digits_net(), (x, y), loss=F.cross_entropy)
+    assert vars(recipe.strategy)["sigma"] == "auto"
+    assert replace_strategy(recipe, "openai-es", {}).strategy == gl.OpenAIES()
+    assert replace_strategy(recipe, None, {}).strategy == replace_strategy(recipe, "auto", {}).strategy
+    own = gl.Recipe(digits_net(), (x, y), loss=F.cross_entropy, strategy=gl.OpenAIES(sigma=0.3))
+    assert replace_strategy(own, "openai-es", {}).strategy == gl.OpenAIES(sigma=0.3)
 
 
 def test_a_choice_is_in_the_header_and_outlives_a_resume(tmp_path: Path) -> None:

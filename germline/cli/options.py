@@ -237,7 +237,7 @@ def replace_strategy(
     strategy = recipe.strategy
     if name == "auto" or (name is None and not recipe.names_strategy):
         strategy = recipe.choose_strategy(evaluations)
-    elif name is not None and name != strategy.name:
+    elif name is not None and (name != strategy.name or not recipe.names_strategy):
         cls = find_strategy(name)
         strategy = recipe.others.get(name) or cls()
     types = get_type_hints(type(strategy))

@@ -42,7 +42,8 @@ LARGEST_SPREADS = 3.0  # standard deviations by which members are worse than the
 def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
     """Choose sigma by the scores of mirrored pairs at several sigmas."""
     if not session.noise.mirrored:
-        raise BadInput('sigma="auto" compares pairs with opposite noise: leave the setting mirrored at true.')
+        message = 'sigma="auto" compares pairs with opposite noise: leave the setting mirrored at true'
+        raise BadInput(f"{message}, or give numbers for sigma and lr.")
     announce_stage("choosing sigma")
     scores: dict[float, Scores] = {}
 
