@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -15,10 +16,16 @@ import pytest
 import trove_classifiers
 import yaml
 from packaging.metadata import Metadata
+from typer.core import TyperGroup as Group
+from typer.main import get_command
+
+from germline.cli import app as commands
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("py.typed", "data/digits.xz", "data/digits.txt", "reporting/uplot/LICENSE", "reporting/charts.js")
 LINK = re.compile(r"\]\(([^)#\s]+)")
+NAMED = re.compile(r"(?:^ {4,}|`)germline ([a-z][^`\n|&#(]*)", re.MULTILINE)
+RUN_DOCS = runpy.run_path(str(ROOT / "scripts" / "run_docs"))
 LATE = """
 import sys
 
@@ -135,15 +142,45 @@ def test_the_drawings_are_those_of_the_folders() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_a_page_prints_what_it_says(page: str) -> None:
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "run_docs", ROOT / page], capture_output=True, text=True)
+@pytest.mark.parametrize("page", RUN_DOCS["find_pages"](), ids=lambda page: page.name)
+def test_a_page_prints_what_it_says(page: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "scripts" / "run_docs", page]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_commands_that_pages_only_name_are_known() -> None:
+    """What is not run, in indented blocks and in sentences, has commands and options that the command line takes."""
+    app = get_command(commands)
+    assert isinstance(app, Group)
+    found = 0
+    for file, text in read_pages().items():
+        if file.name == "CHANGELOG.md":  # it names what is no more
+            continue
+        for words in map(shlex.split, NAMED.findall(text.replace("'", ""))):
+            named = [word for word in words if word[0] != "-"]
+            if named[0] not in app.commands:
+                assert re.fullmatch(r"[A-Z]+|\.+", named[0]), (file.name, words)
+                continue
+            command = app.commands[named[0]]
+            if isinstance(command, Group) and len(named) > 1:
+                command = command.commands[named[1]]
+            known = {option for one in command.params for option in one.opts} | {"--help"}
+            assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known, (file.name, words)
+            found += 1
+    assert found > 50
+
+
+def test_a_step_of_a_page_may_need_something() -> None:
+    code = "```python\nprint(1)\n```\n\n```text\n2\n```\n"
+    pages = ["", "<!-- not run: it waits -->\n\n", "<!-- needs not_there -->\n\n", "<!-- saved as a.py -->\n\n"]
+    steps = [list(RUN_DOCS["find_steps"](note + code)) for note in pages]
+    assert steps == [[("python", "print(1)\n", "2\n")], [], [], [("a.py", "print(1)\n", None)]]
 
 
 def test_a_page_that_says_something_else_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 3\nprint(x)\n```\n\n```text\n4\n```\n\n```console\n$ echo one two\none ...\n```\n")
-    script = runpy.run_path(str(ROOT / "scripts" / "run_docs"))
-    (fault,) = script["run_page"](page)
+    (fault,) = RUN_DOCS["run_page"](page)
     assert "-4\n+3" in fault
