@@ -145,7 +145,7 @@ def test_the_drawings_are_those_of_the_folders() -> None:
 @pytest.mark.parametrize("page", RUN_DOCS["find_pages"](), ids=lambda page: page.name)
 def test_a_page_prints_what_it_says(page: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, ROOT / "scripts" / "run_docs", page]
+    command = [sys.executable, str(ROOT / "scripts" / "run_docs"), str(page)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
