@@ -96,5 +96,7 @@ def test_an_example_learns(name: str, installed: Path, tmp_path: Path) -> None:
     assert float(value) <= AT_MOST.get(name, float("inf")), run.stdout
 
 
-def test_every_example_has_a_figure() -> None:
+def test_every_example_has_a_figure_and_is_on_the_page_of_examples() -> None:
     assert set(EXAMPLES) == set(AT_LEAST) | set(AT_MOST)
+    page = (ROOT / "docs" / "examples.md").read_text()
+    assert set(re.findall(r"examples/(\w+)\.\w+\)", page)) == set(EXAMPLES)

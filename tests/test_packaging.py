@@ -130,7 +130,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
     pages = flatten(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     in_docs = {file.relative_to(ROOT / "docs").as_posix() for file in (ROOT / "docs").rglob("*.md")}
-    assert in_docs | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"} == set(pages)
+    notebooks = {f"notebooks/{file.stem}.md" for file in (ROOT / "examples").glob("*.ipynb")}
+    assert in_docs | notebooks | {"index.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"} == set(pages)
     assert len(pages) == len(set(pages))
 
 
