@@ -19,7 +19,7 @@ from germline.cli.options import replace_strategy
 from germline.data import load_digits
 from germline.engine.journal import Journal
 from germline.engine.probe import SIGMAS, find_smooth_sigma, find_step_sigma, odd_share
-from germline.errors import BadInput
+from germline.errors import BadInput, NoProgress
 from germline.metrics import accuracy
 from germline.strategies import AnyStrategy, choose_strategy
 
@@ -182,6 +182,13 @@ def test_the_command_line_names_the_choice(tmp_path: Path) -> None:
     trained = CliRunner().invoke(app, [*arguments, "--set", "population=32"])
     assert re.search(r"openai-es: sigma 0\.\d+ by probe, population 32\.", trained.stderr)
     assert Journal.open(tmp_path / "a").header["settings"]["population"] == 32
+
+
+def test_a_budget_that_ends_with_the_choice_of_sigma_is_a_warning() -> None:
+    x, y = load_digits().train
+    with pytest.warns(NoProgress, match=r"took \d{2,} evaluations, and left none"):
+        result = gl.train(digits_net(), data=(x, y), loss=F.cross_entropy, batch_size=64, evaluations=10, run=False)
+    assert result.summary["generations"] == 0
 
 
 def test_what_cannot_be_chosen_is_a_sentence() -> None:

@@ -52,6 +52,10 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
         finally:
             session.commit()
         report(session, unreported, callbacks)
+    if reason == "evaluations" and not session.generation and session.samples and can_warn:
+        passes = session.samples // session.batch_size
+        message = f"The choice of sigma took {passes} evaluations, and left none for a first generation"
+        warnings.warn(f"{message}: raise the limit, or choose sigma yourself.", NoProgress, stacklevel=4)
     return session.finish(reason, lambda generation: replay_theta(session, generation))
 
 
