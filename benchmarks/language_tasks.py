@@ -1,4 +1,4 @@
-"""What a pretrained language model learns by evolution: held-out measures and the perplexity of another text.
+"""Trains a pretrained language model by evolution: held-out measures, and the perplexity of another text.
 
     python benchmarks/language_tasks.py smollm2-format --seconds 300 --seeds 2 --device cuda
 

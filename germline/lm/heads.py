@@ -109,8 +109,8 @@ def measure_surprise(pieces: Pieces, targets: Tensor) -> Tensor:
         logits = logits.float()
         index = targets - start
         is_here = (index >= 0) & (index < logits.shape[-1])
-        found = logits.gather(-1, index.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0]
-        chosen = torch.where(is_here, found, chosen)
+        candidate = logits.gather(-1, index.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0]
+        chosen = torch.where(is_here, candidate, chosen)
         top = torch.maximum(largest, logits.amax(-1))
         total = total * (largest - top).exp() + logits.sub_(top[..., None]).exp_().sum(-1)
         largest = top

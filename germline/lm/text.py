@@ -26,7 +26,7 @@ ROWS_AT_ONCE = 16  # windows or options when a held-out set is measured
 
 
 class Likelihoods(PopulationObjective):
-    """What objectives have in common that measure the likelihood of given tokens."""
+    """The common part of objectives that measure the likelihood of given tokens."""
 
     allows_bfloat16 = True
     tokens = 0  # that each member sees in a generation

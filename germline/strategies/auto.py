@@ -47,7 +47,7 @@ def choose_population(parameters: int, evaluations: int | None = None) -> int:
     >>> choose_population(10_000, evaluations=20_000)
     64
     """
-    wanted = 16 * parameters**0.25
+    size = 16 * parameters**0.25
     if evaluations is not None:
-        wanted = min(wanted, math.sqrt(wanted * evaluations / STEPS))
-    return int(2 ** round(math.log2(min(max(wanted, LEAST), LARGEST))))
+        size = min(size, math.sqrt(size * evaluations / STEPS))
+    return int(2 ** round(math.log2(min(max(size, LEAST), LARGEST))))
