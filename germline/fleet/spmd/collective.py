@@ -25,7 +25,7 @@ from germline.fleet.spmd.launch import Launch
 T = TypeVar("T")
 Backend = Literal["auto", "gloo", "nccl", "mpi"]
 PIECE = 1 << 19  # bytes that gloo gathers at once: in one piece it reaches half the rate of a slow link
-LONGEST = 1 << 30  # bytes of a message in JSON
+LONGEST = 1 << 26  # bytes of a message in JSON
 ARRIVAL_SECONDS = 120.0  # for all ranks to arrive, if the timeout is shorter: they load their libraries first
 
 
