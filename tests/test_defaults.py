@@ -184,6 +184,24 @@ def test_the_command_line_names_the_choice(tmp_path: Path) -> None:
     assert Journal.open(tmp_path / "a").header["settings"]["population"] == 32
 
 
+def test_episodes_that_differ_in_difficulty_do_not_change_the_choice() -> None:
+    """The score of an episode has an offset of its seed, which all members of a generation share."""
+
+    def choose(offset: float) -> float:
+        def score(net: nn.Module, seed: int) -> float:
+            weights = torch.cat([p.flatten() for p in net.parameters()])
+            return float((weights - 0.5).double().square().sum()) + offset * (seed % 1000)
+
+        search = gl.Search(nn.Linear(9, 10), gl.OpenAIES(32, "auto", "auto"), objective=score, maximize=False)
+        search.step()
+        strategy = search.strategy
+        assert isinstance(strategy, gl.OpenAIES)
+        assert isinstance(strategy.sigma, float)
+        return strategy.sigma
+
+    assert choose(1.0) == choose(0.0)
+
+
 def test_a_budget_that_ends_with_the_choice_of_sigma_is_a_warning() -> None:
     x, y = load_digits().train
     with pytest.warns(NoProgress, match=r"took \d{2,} evaluations, and left none"):

@@ -64,9 +64,11 @@ def score_members(session: "Session", batch: Batch | None, sigma: float) -> Scor
     """Return the scores of some members at a sigma, computed by the whole fleet."""
     strategy, evaluator = session.strategy, session.scorer.evaluator
     members, values = min(strategy.population, MEMBERS), {"sigma": sigma}
+    # an objective draws its episodes or texts by the generation, and those of all sigmas must be the same
+    number = SIGMAS.index(sigma) if batch is not None else 0
     parts = []
     for part in range(math.ceil(MEMBERS / members)):
-        address = ADDRESS_LIMIT - 1 - SIGMAS.index(sigma) - part * len(SIGMAS)  # generations that no run reaches
+        address = ADDRESS_LIMIT - 1 - number - part * len(SIGMAS)  # generations that no run reaches
         candidates = strategy.ask(session.state, session.noise, address, values)
         inputs = GenerationInputs(strategy, session.state, "0", address, values, 0, given_batch=session.given_batch)
         parts.append(session.fleet.score(evaluator, candidates, members, batch, inputs)[:: evaluator.columns])
