@@ -128,6 +128,21 @@ def resume_per_worker(directory: str) -> dict[str, Any]:
     return {"straight": straight, "resumed": resumed, "slices": sorted(slices)}
 
 
+def resume_samples_per_worker(directory: str) -> dict[str, Any]:
+    """Train Hybrid-ES with three samples for each rank, without a break and with one; return both hashes."""
+    strategy, path = gl.HybridES(population=3, lr=0.5, sigma=0.5, samples_per_worker=True), Path(directory)
+
+    def fleet() -> gl.SPMD:
+        return gl.SPMD(device="cpu", timeout=60)
+
+    straight = train(strategy, path / "straight", fleet())
+    train(strategy, path / "stopped", fleet(), generations=3)
+    again = gl.train(
+        strategy=strategy, fleet=fleet(), generations=GENERATIONS, resume=path / "stopped", **problem()
+    ).summary["theta_sha256"]
+    return {"straight": straight, "resumed": again}
+
+
 def fill_disk(directory: str, limit: str) -> dict[str, Any]:
     """Run the command where files cannot grow beyond some bytes; return the exit code and what it has printed."""
     import resource  # not on every system
@@ -280,6 +295,7 @@ if __name__ == "__main__":
             hashes,
             resume_runs,
             resume_per_worker,
+            resume_samples_per_worker,
             fill_disk,
             fail_on_journal_rank,
             disagreements,

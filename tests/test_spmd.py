@@ -87,6 +87,14 @@ def test_slices_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_samples_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
+    """Two ranks with three samples each are one process with six."""
+    expected = ranks.train(gl.HybridES(population=6, lr=0.5, sigma=0.5), tmp_path / "local", gl.Local("cpu"))
+    for answer in launch(2, "resume_samples_per_worker", str(tmp_path)):
+        assert answer == {"straight": expected, "resumed": expected}
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="files cannot be limited")
 @pytest.mark.parametrize("limit", [20_000, 300_000], ids=["before the first generation", "later"])
 def test_a_full_disk_ends_all_ranks_with_a_sentence(limit: int, tmp_path: Path) -> None:
