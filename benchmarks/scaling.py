@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 NETS = {"mnist-3m": 128, "cif-900k": 32, "cif-8m": 8}  # and the examples of a batch
 LIMITS = ("none", "1gbit", "100mbit", "10mbit")
-HOSTS = {"germlineA": "10.77.9.1", "germlineB": "10.77.9.2"}
+SPACES = os.environ.get("GERMLINE_NAMESPACES", "germline")  # how the names of the namespaces begin
+HOSTS = {f"{SPACES}A": "10.77.9.1", f"{SPACES}B": "10.77.9.2"}
 WIRE = "wire"
 PORT = "29871"
 TURNS, SLOW = 5, 5.0  # generations that are timed; only one of those that take longer than this number of seconds
