@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from scaling import HOSTS, LIMITS, PORT, connect, disconnect, set_limit
 
 from germline.cli.costs import median_seconds
 from germline.cli.options import StrategyOptions
@@ -47,7 +48,6 @@ from germline.fleet import Local
 from germline.population import exact_arithmetic, single_threaded_torch
 from germline.recipes.recipe import Recipe
 from germline.strategies import GenerationResult, HybridES
-from scaling import HOSTS, LIMITS, PORT, connect, disconnect, set_limit
 
 REPEATS = 7
 INTERVALS = (2, 3, 4)
@@ -225,7 +225,7 @@ def train_in_namespaces(command: Sequence[str]) -> str:
         )
         for rank, host in enumerate(HOSTS)
     ]
-    output = [process.communicate()[0] for process in started][0]
+    output, _ = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit("a process has failed")
     return output
@@ -243,8 +243,9 @@ def measure_links(recipe: str, settings: Sequence[str], links: Sequence[str]) ->
                 full, shifted = run.full["whole"], run.shifted.get("whole", 0.0)
                 step = (full + (interval - 1) * shifted) / interval
                 waiting = full - sum(seconds for part, seconds in run.full.items() if part != "whole")
-                rows.append({"link": link, "interval": interval, "step": step, "full": full, "shifted": shifted,
-                             "exchange": waiting, "noise": run.shifted.get("noise", 0.0), "bytes": run.bytes_sent})  # fmt: skip
+                row = {"link": link, "interval": interval, "step": step, "full": full, "shifted": shifted}
+                noise = run.shifted.get("noise", 0.0)
+                rows.append({**row, "exchange": waiting, "noise": noise, "bytes": run.bytes_sent})
                 print(f"{link}, r = {interval}: done", file=sys.stderr, flush=True)
     finally:
         disconnect()
@@ -258,7 +259,9 @@ def show_links(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         times = [f"{1e3 * row[name]:.3g}" for name in ("full", "shifted", "noise", "exchange")]
         ratio = f"{row['step'] / alone[row['link']]:.2f}"
-        table.add_row(row["link"], str(row["interval"]), f"{1e3 * row['step']:.1f}", ratio, *times, f"{row['bytes']:,.0f}")
+        table.add_row(
+            row["link"], str(row["interval"]), f"{1e3 * row['step']:.1f}", ratio, *times, f"{row['bytes']:,.0f}"
+        )
     Console(width=120).print(table)
 
 
@@ -319,7 +322,9 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="hybrid-es-mnist", help="a recipe of Hybrid-ES")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="a setting of the strategy, or recipe.KEY=VALUE")  # fmt: skip
-    parser.add_argument("--link", choices=LIMITS, action="append", help="measure steps over a network of this bandwidth")
+    parser.add_argument(
+        "--link", choices=LIMITS, action="append", help="measure steps over a network of this bandwidth"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also add the results to this file")
     options = parser.parse_args()
     try:
