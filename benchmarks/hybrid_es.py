@@ -48,7 +48,8 @@ def gated(interval: int, sigma: float = 0.1) -> tuple[str, ...]:
     return ("variant=gated", f"interval={interval}", f"sigma={sigma}")
 
 
-FIXED = ("variant=fixed", "population=1", "sigma=0")  # the gradients of epoch 0 and no shifts
+FIXED = ("variant=fixed", "population=1", "sigma=0")  # the mean gradient of epoch 0, and no shifts
+FIXED_LAST = ("start=50", "epoch=0", "interval=1500", "population=1", "sigma=0")  # the last gradient of epoch 0
 
 ROWS = [
     Row("reference", ("interval=1",), (99.54, 96.57)),
@@ -96,6 +97,8 @@ ROWS = [
     Row("slot-4", ("interval=4", "base=slot")),
     Row("fixed-mean", ("variant=fixed",)),
     Row("fixed-slot", ("variant=fixed", "base=slot")),
+    Row("fixed-last", FIXED_LAST),
+    Row("fixed-gated", ("variant=gated", *FIXED_LAST)),
     Row("fixed-plain", FIXED),
     Row("fixed-plain-no-decay", (*FIXED, "weight_decay=0")),
     Row("fixed-plain-0.5", (*FIXED, "lr=0.5")),
