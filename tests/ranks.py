@@ -26,6 +26,7 @@ from germline.engine.history import Row
 from germline.engine.session import Session
 from germline.errors import MachineError
 from germline.fleet import Fleet
+from germline.fleet.spmd.collective import Backend
 from germline.fleet.spmd.exchange import Exchange
 from germline.genome import theta_sha256
 from germline.strategies import AnyStrategy
@@ -88,6 +89,16 @@ def hashes(directory: str) -> dict[str, str]:
         for mode in (*exact_modes(name), *(("semi",) if strategy.has_semi_updates else ())):
             fleet = gl.SPMD(mode, device="cpu", timeout=60)
             by_name[f"{name} by {mode}"] = train(strategy, Path(directory) / f"{name} {mode}", fleet)
+    return by_name
+
+
+def train_on_gpus(directory: str, backend: Backend, device: str) -> dict[str, str]:
+    """Return the hash of some strategies by every exchange, on GPUs that exchange by one backend."""
+    by_name = {}
+    for name in ("openai-es", "snes", "gradient", "hybrid-es, gated"):
+        for mode in exact_modes(name):
+            fleet = gl.SPMD(mode, device=device, backend=backend, timeout=120)
+            by_name[f"{name} by {mode}"] = train(STRATEGIES[name], Path(directory) / f"{name} {mode}", fleet)
     return by_name
 
 
@@ -293,6 +304,7 @@ if __name__ == "__main__":
         f.__name__: f
         for f in (
             hashes,
+            train_on_gpus,
             resume_runs,
             resume_per_worker,
             resume_samples_per_worker,

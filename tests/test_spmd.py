@@ -64,6 +64,22 @@ def test_weights_do_not_depend_on_the_number_of_ranks_or_the_exchange(processes:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda"), ("gloo", "cuda:0")])
+def test_gpus_exchange_by_nccl_or_share_one_by_gloo(backend: str, device: str, tmp_path: Path) -> None:
+    """nccl needs a GPU for each rank; two ranks that share one exchange by gloo."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("nccl needs two GPUs")
+    fleet = gl.Local("cuda:0")
+    expected: dict[str, str] = {}
+    for name in ("openai-es", "snes", "gradient", "hybrid-es, gated"):
+        plain = ranks.train(ranks.STRATEGIES[name], tmp_path / f"{name} local", fleet)
+        expected |= {f"{name} by {mode}": plain for mode in ranks.exact_modes(name)}
+    for hashes in launch(2, "train_on_gpus", str(tmp_path), backend, device):
+        assert hashes == expected
+
+
+@pytest.mark.slow
 def test_runs_of_one_process_are_resumed_by_ranks(tmp_path: Path) -> None:
     names = ("openai-es", "snes", "openai-es, scheduled")
     expected = [ranks.train(ranks.STRATEGIES[name], tmp_path / f"{name} whole", gl.Local("cpu")) for name in names]
