@@ -9,6 +9,7 @@ and 32 in all in strong scaling.
 """
 
 import argparse
+import itertools
 import json
 import re
 import time
@@ -113,6 +114,15 @@ def draw(rates: dict[str, Rates], points: dict[tuple[str, str, str], tuple[float
     print(file)
 
 
+def show(rates: dict[str, Rates]) -> None:
+    """Print the weak efficiencies that the curves have at the most workers, with 16 members per worker."""
+    for (link, network), (net, own) in itertools.product(LINKS.items(), rates.items()):
+        recipe = scaled_recipe(net, STRONG)
+        size, most = count_parameters(recipe.model), WORKERS[-1]
+        found = {mode: weak_efficiency(own, recipe.strategy, size, 16, mode, most, network) or 0.0 for mode in STYLES}
+        print(f"{link:10} {net:9} E_w at N = {most}:", ", ".join(f"{mode} {value:.2f}" for mode, value in found.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", type=Path, required=True, metavar="FILE", help="the picture")
@@ -122,7 +132,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     points = read_points(options.points.read_text()) if options.points is not None else {}
-    draw(load_rates(options.rates), points, options.plot)
+    rates = load_rates(options.rates)
+    show(rates)
+    draw(rates, points, options.plot)
 
 
 if __name__ == "__main__":
