@@ -2,13 +2,15 @@
 
     python benchmarks/kalia.py [--only PART ...] [--seconds S | --evaluations N] [--seeds K] [--runs DIR]
     python benchmarks/kalia.py --fleet [--only PART ...]
+    python benchmarks/kalia.py --passes [--only PART ...]
     python benchmarks/kalia.py --pictures FILE.png [--runs DIR]
 
 Each part is a ``germline compare`` under one budget, and can be resumed. Every strategy returns its best weights by the
 dev set, and stops when that has brought nothing better for 30 evaluations, which stops backprop before it overfits. A
 part is followed by a baseline that needs no training: Otsu's threshold for the nuclei, and for the series the forecast
 that the last value persists. ``--fleet`` trains by the paper's three strategies on a coordinator and 1, 2 and 4 workers
-in separate processes, and compares the weights with those of one process. ``--pictures`` draws the masks that the
+in separate processes, and compares the weights with those of one process. ``--passes`` prints the CPU seconds of a
+forward pass of a batch, and of a forward and a backward pass, by one thread. ``--pictures`` draws the masks that the
 trained U-Nets predict for test images, and the forecasts of the LSTMs, from runs that have ended.
 """
 
@@ -16,9 +18,11 @@ import argparse
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from germline.recipes.nuclei import dice, iou
 STRATEGIES = "openai-es,snes,mu-lambda,ga,pso,gradient"
 SHOWN = 4  # test images in the picture
 DAYS = 60  # of the series in the picture
+PASSES = 9  # that are timed
 PATIENCE = 30  # evaluations of the dev set
 WORKERS = (1, 2, 4)
 FLEET = {"unet": 8, "temperature": 30}  # parts that a fleet trains, and their generations
@@ -139,6 +144,34 @@ def train_by_fleets(name: str, part: Part) -> None:
         )
 
 
+def time_passes(part: Part) -> None:
+    """Print the CPU seconds of a forward pass, and of a forward and a backward pass."""
+    settings = dict(one.removeprefix("recipe.").split("=") for one in part.settings)
+    recipe = make_recipe(part.recipe, settings, 0)
+    x, y = (tensor[: recipe.batch_size] for tensor in recipe.data)
+    torch.set_num_threads(1)
+    loss = recipe.loss
+    assert loss is not None
+
+    def forward() -> None:
+        with torch.no_grad():
+            loss(recipe.model(x), y)
+
+    def both() -> None:
+        recipe.model.zero_grad()
+        loss(recipe.model(x), y).backward()
+
+    times: dict[str, list[float]] = {"forward": [], "both": []}
+    for _ in range(PASSES):  # in turns, because other work may run on this machine
+        for name, work in (("forward", forward), ("both", both)):
+            began = time.process_time()
+            work()
+            times[name].append(time.process_time() - began)
+    once, twice = (1e3 * statistics.median(times[name]) for name in ("forward", "both"))
+    label = " ".join((part.recipe, *part.settings))
+    print(f"{label:50} forward {once:8.2f} ms, with backward {twice:8.2f} ms, {twice / once:.2f} times", flush=True)
+
+
 def draw_pictures(runs: Path, file: Path) -> None:
     """Draw the masks of the U-Nets above the forecasts of the LSTMs, where there are runs of them."""
     from matplotlib.figure import Figure
@@ -217,6 +250,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="seconds of each run (default: one for each part)")
     parser.add_argument("--evaluations", type=int, help="instead of seconds: forward passes of a batch")
     parser.add_argument("--fleet", action="store_true", help="train on workers in separate processes instead")
+    parser.add_argument("--passes", action="store_true", help="time forward and backward passes instead")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each strategy (default 1)")
     parser.add_argument("--strategies", default=STRATEGIES, help="names of strategies, with commas")
     parser.add_argument("--runs", type=Path, default=Path("runs/kalia"), help="the folder of the runs")
@@ -226,6 +260,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.pictures is not None:
         draw_pictures(arguments.runs, arguments.pictures)
+        return
+    if arguments.passes:
+        for name in arguments.only:
+            time_passes(PARTS[name])
         return
     if arguments.fleet:
         for name in FLEET:

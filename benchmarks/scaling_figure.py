@@ -120,7 +120,9 @@ def show(rates: dict[str, Rates]) -> None:
         recipe = scaled_recipe(net, STRONG)
         size, most = count_parameters(recipe.model), WORKERS[-1]
         found = {mode: weak_efficiency(own, recipe.strategy, size, 16, mode, most, network) or 0.0 for mode in STYLES}
-        print(f"{link:10} {net:9} E_w at N = {most}:", ", ".join(f"{mode} {value:.2f}" for mode, value in found.items()))
+        print(
+            f"{link:10} {net:9} E_w at N = {most}:", ", ".join(f"{mode} {value:.2f}" for mode, value in found.items())
+        )
 
 
 def main() -> None:
