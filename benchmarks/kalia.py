@@ -41,7 +41,7 @@ DAYS = 60  # of the series in the picture
 PASSES = 9  # that are timed
 PATIENCE = 30  # evaluations of the dev set
 WORKERS = (1, 2, 4)
-FLEET = {"unet": 8, "temperature": 30}  # parts that a fleet trains, and their generations
+FLEET = {"unet": 4, "temperature": 15}  # parts that a fleet trains, and their generations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,8 +55,8 @@ FEW_MEMBERS = 8  # of the smaller population whose update is measured
 BLOCKS = 4  # that are evaluated to measure the seconds of a member
 SIGMA = 0.05  # where a run would choose it
 WITHOUT_MODEL = {  # why, and what helps
-    "hybrid-es": "its full steps exchange gradients, and benchmarks/hybrid_resources.py measures them, with --link over "
-    "a slow network",
+    "hybrid-es": "its full steps exchange gradients, which benchmarks/hybrid_resources.py measures, with --link over a "
+    "slow network",
     "gradient": "it has no members; benchmarks/pesgd.py measures it in two processes",
     "pesgd": "its members train by themselves for an epoch or more and exchange almost nothing, so that N processes "
     "take as long as P / N members (rounded up) do in one; benchmarks/pesgd.py measures it",
