@@ -79,7 +79,8 @@ def study(row: Row, seed: int) -> dict[str, float]:
     x, y = recipe.data
     recipe = Recipe(**{**vars(recipe), "data": (x[:EXAMPLES], y[:EXAMPLES])})
     strategy = PESGD(**{"population": 4, "lr": 0.1, **row.settings})
-    result = train(recipe, strategy, EPOCHS // strategy.epochs, seed, evaluate_every=EPOCHS)
+    generations = EPOCHS // strategy.epochs
+    result = train(recipe, strategy, generations, seed, evaluate_every=generations)
     distances = [one["diversity"] for one in result.history if "diversity" in one]
     metrics = result.summary["metrics"]
     return {

@@ -115,7 +115,10 @@ def draw(rates: dict[str, Rates], points: dict[tuple[str, str, str], tuple[float
 
 
 def show(rates: dict[str, Rates]) -> None:
-    """Print the weak efficiencies that the curves have at the most workers, with 16 members per worker."""
+    """Print the rates, and the weak efficiencies of the curves at the most workers, with 16 members per worker."""
+    for net, own in rates.items():
+        member, noise, step = (1e3 * seconds for seconds in (own.member_seconds, own.noise_seconds, own.step_seconds))
+        print(f"{net:9} CPU ms: {member:.1f} a member; an update {noise:.2f} for each member, and {step:.1f}")
     for (link, network), (net, own) in itertools.product(LINKS.items(), rates.items()):
         recipe = scaled_recipe(net, STRONG)
         size, most = count_parameters(recipe.model), WORKERS[-1]
