@@ -3,7 +3,7 @@
     python benchmarks/kalia.py [--only PART ...] [--seconds S | --evaluations N] [--seeds K] [--runs DIR]
     python benchmarks/kalia.py --fleet [--only PART ...]
     python benchmarks/kalia.py --passes [--only PART ...]
-    python benchmarks/kalia.py --pictures FILE.png [--runs DIR]
+    python benchmarks/kalia.py --pictures FILE.png [--runs DIR] [--masks PICTURE.png]
 
 Each part is a ``germline compare`` under one budget, and can be resumed. Every strategy returns its best weights by the
 dev set, and stops when that has brought nothing better for 30 evaluations, which stops backprop before it overfits. A
@@ -172,14 +172,20 @@ def time_passes(part: Part) -> None:
     print(f"{label:50} forward {once:8.2f} ms, with backward {twice:8.2f} ms, {twice / once:.2f} times", flush=True)
 
 
-def draw_pictures(runs: Path, file: Path) -> None:
-    """Draw the masks of the U-Nets above the forecasts of the LSTMs, where there are runs of them."""
+def draw_pictures(runs: Path, file: Path, masks: Path | None) -> None:
+    """Draw the masks of the U-Nets, or a picture of masks, above the forecasts of the LSTMs."""
     from matplotlib.figure import Figure
+    from matplotlib.image import imread
 
     figure = Figure(figsize=(13, 12), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(1.5, 1))
     above, below = parts
-    draw_masks(runs, above)
+    if masks is None:
+        draw_masks(runs, above)
+    else:
+        axis = above.subplots()
+        axis.imshow(imread(masks), interpolation="antialiased")
+        axis.set_axis_off()
     draw_forecasts(runs, below)
     figure.savefig(file, dpi=80)
     print(file)
@@ -257,9 +263,10 @@ def main() -> None:
     parser.add_argument(
         "--pictures", type=Path, metavar="FILE", help="draw the masks of runs that have ended, and run nothing"
     )
+    parser.add_argument("--masks", type=Path, metavar="FILE", help="a picture of masks that was drawn before")
     arguments = parser.parse_args()
     if arguments.pictures is not None:
-        draw_pictures(arguments.runs, arguments.pictures)
+        draw_pictures(arguments.runs, arguments.pictures, arguments.masks)
         return
     if arguments.passes:
         for name in arguments.only:
