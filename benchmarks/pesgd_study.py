@@ -171,6 +171,9 @@ def draw(results: dict[str, Any], file: Path) -> None:
         if any(row["batch"] == batch and row["reached"] for row in results["batches"])
     ]
     batches.loglog([row["batch"] for row in best], [row["steps"] for row in best], "o-", label="best learning rate")
+    missed = [batch for batch in BATCHES if batch not in {row["batch"] for row in best}]
+    most = [max(row["steps"] for row in results["batches"] if row["batch"] == batch) for batch in missed]
+    batches.loglog(missed, most, "^", color="#d55e00", label=f"not reached in {MOST_EPOCHS} epochs") if missed else None
     first = best[0]
     ideal = [first["steps"] * first["batch"] / batch for batch in BATCHES]
     batches.loglog(BATCHES, ideal, "--", color="#666666", label="perfect scaling")
