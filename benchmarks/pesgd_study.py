@@ -134,7 +134,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     """Draw the study and the batches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure = Figure(figsize=(14, 4.8), layout="constrained")
     populations, operators, batches = figure.subplots(1, 3, width_ratios=(1, 1.3, 1))
     rows = results["study"]
     alone = next(row for row in rows if row["name"] == "1")
@@ -149,7 +149,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
         )
     populations.set_xscale("log", base=2)
     populations.set_xticks((1, 2, 4, 8), ("1", "2", "4", "8"))
-    populations.set(title="test accuracy, %, 12 epochs of each member", xlabel="members P")
+    populations.set(title="test accuracy, %, by members", xlabel="members P")
     populations.legend(fontsize=9)
     default = next(row for row in rows if row["about"] == "population" and row["name"] == "4")
     control = next(row for row in rows if row["about"] == "independent" and row["name"] == "4")
@@ -160,7 +160,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
         operators.plot([statistics.median(row["tests"])], [place], "|", color="black", ms=14)
     operators.set_yticks(range(len(bars)), [row["name"] for row in bars], fontsize=8)
     operators.invert_yaxis()
-    operators.set(title="test accuracy, %, 4 members: seeds and median")
+    operators.set(title="test accuracy, %, 4 members")
     operators.grid(axis="x", alpha=0.3)
     best = [
         min(
@@ -179,7 +179,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     batches.loglog(BATCHES, ideal, "--", color="#666666", label="perfect scaling")
     batches.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
     batches.minorticks_off()
-    batches.set(title="steps to 97 % dev accuracy, gradient descent", xlabel="examples of a batch")
+    batches.set(title="steps of descent to 97 % on dev", xlabel="examples of a batch")
     batches.legend(fontsize=9)
     figure.savefig(file, dpi=80)
     print(file)
