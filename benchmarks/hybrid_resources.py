@@ -1,6 +1,7 @@
 """The cost of a step of Hybrid-ES: the paper's model, the same model with the times of this machine, measured runs.
 
-    python benchmarks/hybrid_resources.py [RECIPE] [--set KEY=VALUE ...] [--json]
+    python benchmarks/hybrid_resources.py [RECIPE] [--set KEY=VALUE ...] [--json FILE]
+    sudo python benchmarks/hybrid_resources.py --link none --link 100mbit --link 10mbit [--json FILE]
 
 A full step of a worker is a forward and a backward pass of its part of the batch, and an update. A shifted step is its
 part of the K samples, each a shift and a forward pass of the batch, and an update. Of r steps one is full, and only
@@ -11,6 +12,11 @@ full ones send gradients:
     network  1 / r
 
 all compared with a run in which every step is full. In the paper each worker has its own batch, and one sample.
+
+``--link`` measures the milliseconds of a step with the network in them, which the paper leaves out: two processes, each
+in a network namespace of its own, with a link of that bandwidth between them, for r = 1 to 4. The times of full and
+shifted steps are medians. What a full step takes beyond its own work is the exchange of gradients, which stands next to
+the time of computing the noise of a shifted step.
 """
 
 import argparse
@@ -31,6 +37,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from scaling import HOSTS, LIMITS, PORT, connect, disconnect, set_limit
 
 from germline.cli.costs import median_seconds
 from germline.cli.options import StrategyOptions
@@ -165,18 +172,22 @@ class MeasuredRun:
     bytes_sent: float
     peak_memory: float
     mean_memory: float  # over time, of the resident memory of the process
-    full: dict[str, float]  # seconds of the parts of a full step, in the process that writes the journal
+    full: dict[str, float]  # seconds of a full step and of its parts, in the process that writes the journal
     shifted: dict[str, float]
 
 
-def measure_run(recipe: str, settings: Sequence[str], interval: int, workers: int = WORKERS) -> MeasuredRun:
-    """Measure a short run of ``germline train`` in processes of one thread."""
+def measure_run(recipe: str, settings: Sequence[str], interval: int, *, in_namespaces: bool = False) -> MeasuredRun:
+    """Measure a short run of ``germline train`` in two processes of one thread."""
     options = [word for setting in (*settings, f"interval={interval}") for word in ("--set", setting)]
     with tempfile.TemporaryDirectory() as folder:
-        fleet = ["--fleet", "spmd", "--workers", str(workers), "--device", "cpu"]
+        fleet = ["--fleet", "spmd", "--device", "cpu", *([] if in_namespaces else ["--workers", str(WORKERS)])]
         command = ["train", recipe, *options, *fleet, "--generations", str(STEPS), "--runs", folder, "--json"]
-        done = subprocess.run([sys.executable, "-m", "germline", *command], capture_output=True, text=True, check=True)
-        summary = json.loads(done.stdout.splitlines()[-1])
+        if in_namespaces:
+            output = train_in_namespaces(command)
+        else:
+            whole = [sys.executable, "-m", "germline", *command]
+            output = subprocess.run(whole, capture_output=True, text=True, check=True).stdout
+        summary = json.loads(output.splitlines()[-1])
         journal = Journal.open(Path(summary["run"]), read_only=True)
         steps = [record.info | record.info["diagnostics"] for record in journal.records()]
         journal.close()
@@ -197,7 +208,61 @@ def median_parts(steps: list[dict[str, float]]) -> dict[str, float]:
         part: statistics.median(step.get(f"{part}_seconds", 0.0) for step in steps)
         for part in ("forward", "backward", "noise", "update")
         if steps
-    }
+    } | ({"whole": statistics.median(step["seconds"] for step in steps)} if steps else {})
+
+
+def train_in_namespaces(command: Sequence[str]) -> str:
+    """Run a command of germline as two processes, each in its own namespace, and return what the first one prints."""
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": next(iter(HOSTS.values())), "MASTER_PORT": PORT}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", host, sys.executable, "-m", "germline", *command],
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment | {"RANK": str(rank)},
+        )
+        for rank, host in enumerate(HOSTS)
+    ]
+    output, _ = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit("a process has failed")
+    return output
+
+
+def measure_links(recipe: str, settings: Sequence[str], links: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the seconds of steps over each link, for r = 1 to 4."""
+    rows = []
+    connect()
+    try:
+        for link in links:
+            set_limit(link)
+            for interval in (1, *INTERVALS):
+                run = measure_run(recipe, settings, interval, in_namespaces=True)
+                full, shifted = run.full["whole"], run.shifted.get("whole", 0.0)
+                step = (full + (interval - 1) * shifted) / interval
+                waiting = full - sum(seconds for part, seconds in run.full.items() if part != "whole")
+                row = {"link": link, "interval": interval, "step": step, "full": full, "shifted": shifted}
+                noise = run.shifted.get("noise", 0.0)
+                rows.append({**row, "exchange": waiting, "noise": noise, "bytes": run.bytes_sent})
+                print(f"{link}, r = {interval}: done", file=sys.stderr, flush=True)
+    finally:
+        disconnect()
+    return rows
+
+
+def show_links(rows: list[dict[str, Any]]) -> None:
+    """Print the time of a step over each link, and the time of noise next to that of the exchange."""
+    table = Table("link", "r", "step, ms", "of r = 1", "full", "shifted", "noise", "exchange", "bytes", box=None)
+    alone = {row["link"]: row["step"] for row in rows if row["interval"] == 1}
+    for row in rows:
+        times = [f"{1e3 * row[name]:.3g}" for name in ("full", "shifted", "noise", "exchange")]
+        ratio = f"{row['step'] / alone[row['link']]:.2f}"
+        table.add_row(
+            row["link"], str(row["interval"]), f"{1e3 * row['step']:.1f}", ratio, *times, f"{row['bytes']:,.0f}"
+        )
+    Console(width=120).print(table)
 
 
 def compare_models(name: str, recipe: Recipe, settings: Sequence[str]) -> dict[str, Any]:
@@ -257,18 +322,26 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="hybrid-es-mnist", help="a recipe of Hybrid-ES")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
                         help="a setting of the strategy, or recipe.KEY=VALUE")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument(
+        "--link", choices=LIMITS, action="append", help="measure steps over a network of this bandwidth"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also add the results to this file")
     options = parser.parse_args()
     try:
         recipe = load_recipe(options.recipe, options.settings)
     except BadInput as error:
         parser.error(str(error))
     print("measuring runs in two processes ...", file=sys.stderr)
-    results = compare_models(options.recipe, recipe, options.settings)
-    if options.json:
-        print(json.dumps(results))
+    results: dict[str, Any]
+    if options.link:
+        results = {"links": measure_links(options.recipe, options.settings, options.link)}
+        show_links(results["links"])
     else:
+        results = compare_models(options.recipe, recipe, options.settings)
         show(results)
+    if options.json is not None:
+        before = json.loads(options.json.read_text()) if options.json.is_file() else {}
+        options.json.write_text(json.dumps(before | results))
 
 
 if __name__ == "__main__":

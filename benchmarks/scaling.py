@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 NETS = {"mnist-3m": 128, "cif-900k": 32, "cif-8m": 8}  # and the examples of a batch
 LIMITS = ("none", "1gbit", "100mbit", "10mbit")
-HOSTS = {"germlineA": "10.77.9.1", "germlineB": "10.77.9.2"}
+SPACES = os.environ.get("GERMLINE_NAMESPACES", "germline")  # how the names of the namespaces begin
+HOSTS = {f"{SPACES}A": "10.77.9.1", f"{SPACES}B": "10.77.9.2"}
 WIRE = "wire"
 PORT = "29871"
 TURNS, SLOW = 5, 5.0  # generations that are timed; only one of those that take longer than this number of seconds
@@ -169,7 +170,7 @@ def time_generations(recipe: Recipe, fleet: Fleet, limits: list[str]) -> dict[st
     batch = session.batch(0)
     session.prepare(batch)
     session.share_update()
-    noise = noise_seconds(session)
+    noise = sum(noise_seconds(session))
     session.advance(session.evaluate(2, batch))
     seconds: dict[str, list[float]] = {rate: [] for rate in limits}
     moved: dict[str, tuple[float, float]] = {}
@@ -197,8 +198,8 @@ def time_generations(recipe: Recipe, fleet: Fleet, limits: list[str]) -> dict[st
     }
 
 
-def noise_seconds(session: Session) -> float:
-    """Return the seconds in which this process makes the noise of its members and of its part of the update."""
+def noise_seconds(session: Session) -> tuple[float, float]:
+    """Return the seconds in which this process makes the noise of its members, and of its part of the update."""
     population, size, ranks = session.strategy.population, session.scorer.genome.size, session.fleet.group.size
     share, update, noise, theta = population // ranks, session.update, session.noise, session.state.theta
     mode = update.mode if isinstance(update, SharedUpdate) else "replay"
@@ -207,7 +208,7 @@ def noise_seconds(session: Session) -> float:
     few, many = noise.members(np.arange(4), 1), noise.members(np.arange(members), 1)
     weights, out = np.arange(members), theta.new_empty(4, size)
     perturb: float = least_seconds(lambda: few.perturb(theta, 0.02, out=out)) / 4 * share
-    return perturb + least_seconds(lambda: many.weighted_sum(weights, (0, columns)))
+    return perturb, least_seconds(lambda: many.weighted_sum(weights, (0, columns)))
 
 
 def least_seconds(work: Callable[[], object]) -> float:

@@ -1,4 +1,7 @@
-"""Draw docs/architecture.svg from the layers in pyproject.toml, and docs/generation.svg: python docs/drawings.py."""
+"""Draw docs/architecture.svg from the layers in pyproject.toml, docs/generation.svg and docs/papers/framework.svg.
+
+python docs/drawings.py
+"""
 
 import html
 import tomllib
@@ -102,7 +105,40 @@ def draw_generation() -> str:
     return wrap(width, height, parts, "A generation: ask, score, tell, record")
 
 
-DRAWINGS = {"architecture.svg": draw_architecture, "generation.svg": draw_generation}
+def draw_framework() -> str:
+    """Return a cluster: a coordinator with its journal, and workers on unlike machines."""
+    workers = ("worker: CPU cores", "worker: a GPU", "worker: joins late")
+    parts = [
+        draw_box(20, 20, 230, 64, ["your model, data and loss", "any torch.nn.Module, unchanged"], "#f6f6f6"),
+        draw_box(20, 116, 230, 132, ["coordinator", "germline serve", "asks, ranks and tells", "shares out members"],
+                 "#e3eefc"),
+        draw_box(20, 272, 230, 64, ["journal", "scores and hashes of each generation"], "#f6f6f6"),
+    ]  # fmt: skip
+    parts.append(draw_arrow("M135 84V114"))
+    parts.append(draw_arrow("M135 248V270"))
+    for number, name in enumerate(workers):
+        y = 30 + 110 * number
+        lines = [name, "germline worker", "rebuilds members from seeds,", "forward passes"]
+        parts.append(draw_box(570, y, 230, 88, lines, "#e3eefc"))
+        parts.append(draw_arrow(f"M250 {134 + 42 * number}L568 {y + 32}"))
+        parts.append(draw_arrow(f"M570 {y + 56}L252 {146 + 42 * number}"))
+    labels = ((410, 52, "numbers of members, and the scores"), (410, 68, "of the generation before, or weights"))
+    labels += ((410, 300, "scores of members"), (410, 316, "over TCP with TLS on both sides"))
+    for x, y, text in labels:
+        parts.append(f'<text x="{x}" y="{y}" text-anchor="middle" font-size="12">{text}</text>')
+    return wrap(820, 356, parts, "A cluster: a coordinator, its journal and workers on unlike machines")
+
+
+def draw_arrow(path: str) -> str:
+    """Return a line with a head."""
+    return f'<path d="{path}" stroke="#567" stroke-width="2" fill="none" marker-end="url(#a)"/>'
+
+
+DRAWINGS = {
+    "architecture.svg": draw_architecture,
+    "generation.svg": draw_generation,
+    "papers/framework.svg": draw_framework,
+}
 
 if __name__ == "__main__":
     for name, draw in DRAWINGS.items():

@@ -26,6 +26,7 @@ from germline.engine.history import Row
 from germline.engine.session import Session
 from germline.errors import MachineError
 from germline.fleet import Fleet
+from germline.fleet.spmd.collective import Backend
 from germline.fleet.spmd.exchange import Exchange
 from germline.genome import theta_sha256
 from germline.strategies import AnyStrategy
@@ -91,6 +92,16 @@ def hashes(directory: str) -> dict[str, str]:
     return by_name
 
 
+def train_on_gpus(directory: str, backend: Backend, device: str) -> dict[str, str]:
+    """Return the hash of some strategies by every exchange, on GPUs that exchange by one backend."""
+    by_name = {}
+    for name in ("openai-es", "snes", "gradient", "hybrid-es, gated"):
+        for mode in exact_modes(name):
+            fleet = gl.SPMD(mode, device=device, backend=backend, timeout=120)
+            by_name[f"{name} by {mode}"] = train(STRATEGIES[name], Path(directory) / f"{name} {mode}", fleet)
+    return by_name
+
+
 def resume_runs(directory: str, *names: str) -> list[str]:
     """Resume runs that one process has started, by another exchange and all with one fleet; return their hashes.
 
@@ -126,6 +137,21 @@ def resume_per_worker(directory: str) -> dict[str, Any]:
     gl.train(strategy=strategy, fleet=fleet(), generations=5, **settings)
     resumed = gl.train(fleet=fleet(), generations=GENERATIONS, **settings).summary["theta_sha256"]
     return {"straight": straight, "resumed": resumed, "slices": sorted(slices)}
+
+
+def resume_samples_per_worker(directory: str) -> dict[str, Any]:
+    """Train Hybrid-ES with three samples for each rank, without a break and with one; return both hashes."""
+    strategy, path = gl.HybridES(population=3, lr=0.5, sigma=0.5, samples_per_worker=True), Path(directory)
+
+    def fleet() -> gl.SPMD:
+        return gl.SPMD(device="cpu", timeout=60)
+
+    straight = train(strategy, path / "straight", fleet())
+    train(strategy, path / "stopped", fleet(), generations=3)
+    again = gl.train(
+        strategy=strategy, fleet=fleet(), generations=GENERATIONS, resume=path / "stopped", **problem()
+    ).summary["theta_sha256"]
+    return {"straight": straight, "resumed": again}
 
 
 def fill_disk(directory: str, limit: str) -> dict[str, Any]:
@@ -278,8 +304,10 @@ if __name__ == "__main__":
         f.__name__: f
         for f in (
             hashes,
+            train_on_gpus,
             resume_runs,
             resume_per_worker,
+            resume_samples_per_worker,
             fill_disk,
             fail_on_journal_rank,
             disagreements,

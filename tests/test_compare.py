@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from germline.cli.comparing import common_options
 from germline.cli.comparison import (
     Trial,
     Variant,
@@ -21,6 +22,7 @@ from germline.cli.comparison import (
     quartile_band,
     summarize,
 )
+from germline.cli.options import ComparisonOptions, MachineOptions, StopOptions
 from germline.engine.journal import Journal
 from tests.test_faults import count_generations
 
@@ -30,6 +32,12 @@ SMALL = ["--set", "recipe.hidden=4", "--device", "cpu"]
 
 def call(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*GERMLINE, *words], capture_output=True, text=True)
+
+
+def test_every_run_of_a_comparison_is_given_its_budget_and_which_weights_to_keep() -> None:
+    words = common_options(StopOptions(evaluations=600), MachineOptions(), ComparisonOptions(keep="best"))
+    assert words == ["--evaluations", "600", "--keep", "best", "--device", "auto", "--dtype", "auto"]
+    assert "--keep" not in common_options(StopOptions(), MachineOptions(), ComparisonOptions())
 
 
 @pytest.mark.slow

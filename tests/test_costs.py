@@ -26,7 +26,7 @@ from germline.cli.costs import (
 from germline.errors import BadInput
 from germline.fleet.spmd.exchange import Mode
 from germline.recipes.recipe import Recipe
-from germline.strategies import GA, PSO, SNES, AnyStrategy, Gradient, MuLambda, OpenAIES
+from germline.strategies import GA, PESGD, PSO, SNES, AnyStrategy, Gradient, HybridES, MuLambda, OpenAIES
 
 RATES = Rates(member_seconds=1.0, noise_seconds=0.1, step_seconds=0.5, held=3, block=2)
 NETWORK = Network(1000.0, 0.01)  # bytes a second, seconds
@@ -161,8 +161,10 @@ def test_modes_that_a_strategy_cannot_be_run_in_have_no_cost() -> None:
 
 
 def test_an_error_says_what_has_no_cost() -> None:
-    with pytest.raises(BadInput, match="no cost model for the strategy 'gradient': plan one of openai-es"):
-        count_asked_arrays(Gradient())
+    reasons = ((Gradient(), "no members"), (PESGD(), "rounded up"), (HybridES(), "--link"))
+    for strategy, reason in reasons:
+        with pytest.raises(BadInput, match=f"strategy '{strategy.name}': .*{reason}.* openai-es"):
+            count_asked_arrays(strategy)
     with pytest.raises(BadInput, match="There is no exchange 'chromosom': did you mean 'chromosome'"):
         predict_cost(RATES, OpenAIES(), 100, 10, "chromosom", 4, NETWORK)  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="at least one worker and one member, not 0 and 10"):

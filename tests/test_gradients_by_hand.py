@@ -74,6 +74,32 @@ def test_the_spread_and_the_rate_of_hybrid_es() -> None:
     assert HybridES(normalize=True).rate(torch.zeros(4), {"lr": 0.5}) == 0.0
 
 
+def test_the_momentum_of_sigma_of_hybrid_es() -> None:
+    """Gradients with components 3, -3, then 1, -1, then 5, -5: deviations 3, 1 and 5, of which each keeps a half."""
+    strategy, expected = HybridES(sigma="auto", momentum=0.5, lr=0.5), [3.0, 2.0, 3.5]
+    state = strategy.init(torch.zeros(2))
+    for step, (size, deviation) in enumerate(zip((3.0, 1.0, 5.0), expected, strict=True)):
+        result = result_of(2 * step, [1.0], torch.tensor([size, -size]), lr=0.5)
+        state = strategy.tell(state, result, Field(1, mirrored=False), maximize=False)
+        assert state.deviation == deviation
+        assert strategy.spread(state, torch.tensor([100.0, -100.0]), {}) == deviation  # whatever is shifted
+    assert strategy.spread(replace(state, scale=2.0), torch.ones(2), {}) == 7.0
+    without = HybridES(sigma="auto")
+    assert without.with_gradient(state, torch.ones(2), 0, maximize=False).deviation == state.deviation
+    for settings in ({"momentum": 0.5}, {"momentum": 1.0, "sigma": "auto"}, {"momentum": -0.1, "sigma": "auto"}):
+        with pytest.raises(BadInput, match="Momentum"):
+            HybridES(**settings)
+
+
+def test_a_sigma_of_zero_applies_a_gradient_again() -> None:
+    strategy = HybridES(population=1, sigma=0.0, lr=0.5, examples=4).bind(LAYERED)
+    field, theta = strategy.field(7, LAYERED), torch.linspace(-1, 1, 7)
+    state = replace(strategy.init(theta), direction=torch.ones(7))
+    after = strategy.tell(state, result_of(1, [9.0], lr=0.5, sigma=0.0), field, maximize=False)
+    assert after.theta.tolist() == (theta - 0.5).tolist()
+    assert torch.equal(after.direction, state.direction)
+
+
 def test_hybrid_es_shifts_a_fraction_of_the_components() -> None:
     field, theta = Field(3, mirrored=False), torch.zeros(64)
     strategy = HybridES(population=2, fraction=0.25)

@@ -12,6 +12,7 @@ from hybrid_resources import PUBLISHED, peak_bytes, predict_ratios
 import germline as gl
 from germline.data import load_series, make_shapes, make_windows, nuclei, series
 from germline.engine import loop, opening
+from germline.engine.best import Best
 from germline.engine.stopping import Stop
 from germline.errors import BadInput
 from germline.fleet import Local
@@ -132,6 +133,14 @@ def test_the_column_that_is_forecast_is_the_last() -> None:
     assert y[0, 1].item() == pytest.approx(float(first[48]), abs=1e-5)
     with pytest.raises(BadInput, match="HUFL"):
         make_recipe("lstm-etth1", {"column": "XYZ"}, seed=0)
+
+
+def test_the_best_forecasts_are_those_with_the_least_error() -> None:
+    """And not those by which persistence is best: its error does not depend on the net."""
+    recipe = make_recipe("lstm-temperature", {}, seed=0)
+    best = Best.of(recipe.goal(), recipe.splits())
+    assert best is not None
+    assert (best.metric, best.lower_is_better) == ("dev_mse", True)
 
 
 def test_an_output_of_zero_forecasts_that_the_last_value_persists() -> None:

@@ -64,6 +64,22 @@ def test_weights_do_not_depend_on_the_number_of_ranks_or_the_exchange(processes:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "cuda"), ("gloo", "cuda:0")])
+def test_gpus_exchange_by_nccl_or_share_one_by_gloo(backend: str, device: str, tmp_path: Path) -> None:
+    """nccl needs a GPU for each rank; two ranks that share one exchange by gloo."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("nccl needs two GPUs")
+    fleet = gl.Local("cuda:0")
+    expected: dict[str, str] = {}
+    for name in ("openai-es", "snes", "gradient", "hybrid-es, gated"):
+        plain = ranks.train(ranks.STRATEGIES[name], tmp_path / f"{name} local", fleet)
+        expected |= {f"{name} by {mode}": plain for mode in ranks.exact_modes(name)}
+    for hashes in launch(2, "train_on_gpus", str(tmp_path), backend, device):
+        assert hashes == expected
+
+
+@pytest.mark.slow
 def test_runs_of_one_process_are_resumed_by_ranks(tmp_path: Path) -> None:
     names = ("openai-es", "snes", "openai-es, scheduled")
     expected = [ranks.train(ranks.STRATEGIES[name], tmp_path / f"{name} whole", gl.Local("cpu")) for name in names]
@@ -84,6 +100,14 @@ def test_slices_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
     for name in ("straight", "stopped"):
         header = Journal.open(tmp_path / name, read_only=True).header
         assert (header["settings"]["slices"], header["plan"]["slices"], header["batch_size"]) == (6, 6, 32)
+
+
+@pytest.mark.slow
+def test_samples_for_each_rank_are_multiplied_once(tmp_path: Path) -> None:
+    """Two ranks with three samples each are one process with six."""
+    expected = ranks.train(gl.HybridES(population=6, lr=0.5, sigma=0.5), tmp_path / "local", gl.Local("cpu"))
+    for answer in launch(2, "resume_samples_per_worker", str(tmp_path)):
+        assert answer == {"straight": expected, "resumed": expected}
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def common_options(stop: StopOptions, machine: MachineOptions, options: Comparis
     budget = {"generations": stop.generations, "seconds": seconds, "evaluations": stop.evaluations}
     data = machine.data.resolve() if machine.data is not None else None
     where = {"device": machine.device, "dtype": machine.dtype, "workers": options.workers, "data": data}
-    return format_options(**budget, target=stop.target, patience=stop.patience, **where)
+    return format_options(**budget, target=stop.target, patience=stop.patience, keep=options.keep, **where)
 
 
 def show_comparison(comparison: "Comparison", metric: str | None, title: str, *, as_json: bool) -> None:

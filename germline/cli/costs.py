@@ -54,6 +54,13 @@ REPEATS = 10
 FEW_MEMBERS = 8  # of the smaller population whose update is measured
 BLOCKS = 4  # that are evaluated to measure the seconds of a member
 SIGMA = 0.05  # where a run would choose it
+WITHOUT_MODEL = {  # why, and what helps
+    "hybrid-es": "its full steps exchange gradients, which benchmarks/hybrid_resources.py measures, with --link over a "
+    "slow network",
+    "gradient": "it has no members; benchmarks/pesgd.py measures it in two processes",
+    "pesgd": "its members train by themselves for an epoch or more and exchange almost nothing, so that N processes "
+    "take as long as P / N members (rounded up) do in one; benchmarks/pesgd.py measures it",
+}
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,8 @@ def count_asked_arrays(strategy: AnyStrategy, population: int | None = None) -> 
     members = population or strategy.population
     arrays = {"openai-es": 1, "snes": 2, "mu-lambda": parents, "ga": parents, "pso": members + 1}
     if strategy.name not in arrays:
-        raise BadInput(f"There is no cost model for the strategy {strategy.name!r}: plan one of {', '.join(arrays)}.")
+        why = f"{reason}. Plan" if (reason := WITHOUT_MODEL.get(strategy.name)) else "plan"
+        raise BadInput(f"There is no cost model for the strategy {strategy.name!r}: {why} one of {', '.join(arrays)}.")
     return arrays[strategy.name]
 
 

@@ -218,6 +218,7 @@ class ComparisonOptions:
     metric: Annotated[str | None, Option(help="metric to compare by (default: the first of the dev set)")] = None
     jobs: Annotated[int, Option(min=1, help="number of runs at the same time")] = 1
     workers: Annotated[int | None, Option(help="number of processes of each run")] = None
+    keep: Keep = None
 
 
 def replace_strategy(

@@ -258,7 +258,8 @@ def check_same_settings(strategy: AnyStrategy, header: Mapping[str, Any], run: s
         allowed = [value]
         if name == "shards" and value == 1:
             allowed.append(processes)
-        if name == "slices" and recorded.get("per_worker"):
+        grows_by = {"slices": "per_worker", "population": "samples_per_worker"}.get(name)
+        if grows_by is not None and recorded.get(grows_by):
             allowed.append(processes * value)
         if recorded.get(name, value) not in allowed:
             raise BadInput(f"{run} was started with {name}={recorded[name]}, not {value}: a run keeps its settings.")

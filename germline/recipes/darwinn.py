@@ -1,6 +1,7 @@
-"""The networks of DarwiNN, which are those of Lenc et al.
+"""The networks of DarwiNN: that of MNIST is Zhang et al.'s, those of CIFAR-10 are Lenc et al.'s.
 
-Malik et al., "DarwiNN: Efficient Distributed Neuroevolution under Communication Constraints", 2020. Lenc, Elsen,
+Malik et al., "DarwiNN: Efficient Distributed Neuroevolution under Communication Constraints", 2020. Zhang, Clune,
+Stanley, "On the Relationship Between the OpenAI Evolution Strategy and Stochastic Gradient Descent", 2017. Lenc, Elsen,
 Schaul, Simonyan, "Non-Differentiable Supervised Learning with Evolution Strategies and Hybrid Methods", 2019. The
 layers are those of DarwiNN's code, but for a ReLU after the hidden layer of ``mnist-3m``, which it leaves out.
 

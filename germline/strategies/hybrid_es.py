@@ -41,6 +41,7 @@ class State:
     direction: Tensor  # the gradient that is shifted; under algorithm2 it includes the shifts applied so far
     cache: Tensor  # (slots, parameters): the gradients of an epoch, their mean, or no row
     scale: float = 1.0  # the factor of sigma, where it adapts
+    deviation: float = 0.0  # a running mean of the standard deviation of gradients, where sigma has momentum
 
 
 @document_settings
@@ -58,10 +59,16 @@ class HybridES(GradientStrategy[State]):
     ask_arrays: ClassVar[tuple[str, ...]] = ("theta", "direction", "cache")
 
     population: int = setting(10, "K, the samples of a shifted step, over all workers")
+    samples_per_worker: bool = setting(
+        False, "whether the population is that of each rank, so that the samples grow with their number"
+    )
     interval: int = setting(2, "r: a full gradient in every r-th step of an epoch; 1 is plain gradient descent")
     variant: Variant = setting("algorithm2", "algorithm2, assisted, fixed or gated")
     sigma: float | Literal["auto"] = setting(
         0.1, "standard deviation of the shifts of a gradient summed over examples; auto takes that of its components"
+    )
+    momentum: float = setting(
+        0.0, "for sigma=auto: fraction of sigma that each full gradient keeps, from 0 (none) to below 1"
     )
     examples: int = setting(
         1, "number of examples over which the gradient is summed that sigma refers to; 1 for a mean"
@@ -99,12 +106,14 @@ class HybridES(GradientStrategy[State]):
         for name in ("population", "interval", "examples", "slices"):
             check_count(name, getattr(self, name))
         if self.sigma != "auto":
-            check_rate("sigma", self.sigma)
+            check_rate("sigma", self.sigma, zero=True)
         for name in ("lr", "weight_decay"):
             check_rate(name, getattr(self, name), zero=True)
         check_rate("adapt", self.adapt)
         if not 0 < self.fraction <= 1:
             raise BadInput(f"The fraction of the components must be above 0 and at most 1, not {self.fraction}.")
+        if not 0 <= self.momentum < 1 or (self.momentum and self.sigma != "auto"):
+            raise BadInput(f"Momentum is from 0 to below 1 and needs sigma=auto, not {self.momentum}, {self.sigma}.")
         if min(self.epoch, self.start) < 0:
             raise BadInput("The settings epoch and start count steps: they must not be negative.")
         if not self.epoch and (self.variant == "fixed" or self.base != "last"):
@@ -150,6 +159,9 @@ class HybridES(GradientStrategy[State]):
     def with_gradient(self, state: State, gradient: Tensor, generation: int, *, maximize: bool) -> State:
         """Return the State that includes a new gradient, before any step."""
         gradient = -gradient if maximize else gradient
+        if self.momentum:
+            latest, kept = deviation_of(gradient), state.deviation
+            state = replace(state, deviation=latest + self.momentum * (kept - latest) if kept else latest)
         if self.base == "last":
             return replace(state, direction=gradient)
         cache = state.cache.clone()
@@ -235,9 +247,8 @@ class HybridES(GradientStrategy[State]):
         """Return the standard deviation of the shifts of a gradient of the mean loss."""
         if self.sigma != "auto":
             return values["sigma"]
-        mean = float(direction.double().sum()) / direction.numel()
-        variance = max(0.0, sum_of_squares(direction) / direction.numel() - mean * mean)
-        return round_to(math.sqrt(variance), torch.float32) * state.scale
+        deviation = state.deviation if self.momentum else deviation_of(direction)
+        return round_to(deviation, torch.float32) * state.scale
 
     def mask_sigma(self, sigma: float, field: Field, generation: int, theta: Tensor, start: int) -> float | Tensor:
         """Return sigma for each parameter, where only some are shifted."""
@@ -266,6 +277,12 @@ class HybridES(GradientStrategy[State]):
     def adapt_scale(self, scale: float, share: float) -> float:
         """Return the factor of sigma by the 1/5 rule: it grows if over a fifth of the samples beat the reference."""
         return scale * (self.adapt if share > 0.2 else 1 / self.adapt)
+
+
+def deviation_of(array: Tensor) -> float:
+    """Return the standard deviation of the components of an array, in float64."""
+    mean = float(array.double().sum()) / array.numel()
+    return math.sqrt(max(0.0, sum_of_squares(array) / array.numel() - mean * mean))
 
 
 def sum_of_squares(array: Tensor) -> float:

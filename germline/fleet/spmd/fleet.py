@@ -107,6 +107,8 @@ class SPMD(Fleet):
         changes = {}
         if strategy.kind == "differentiate" and gradient.per_worker:
             changes["slices"] = self.group.size * gradient.slices
+        if strategy.kind == "differentiate" and getattr(strategy, "samples_per_worker", False):
+            changes["population"] = self.group.size * strategy.population
         if self.exchange == "semi" and summed.shards == 1:
             changes["shards"] = self.group.size
         return strategy.with_settings(**changes)
