@@ -116,6 +116,34 @@ class LiarThatSendsGarbage(Liar):
         return Message(answer.head, [b"no scores"]) if self.count > self.honest + 6 else answer
 
 
+def test_a_liar_that_leaves_when_another_is_found_out_is_audited(
+    expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back to when the other one joined, which is after the first has begun to lie."""
+    monkeypatch.setattr(jobs, "AUDIT_EVERY", 1e9)
+    monkeypatch.setattr(scoring, "CHECK_EVERY", 1000)
+    with open_cluster() as cluster:
+
+        def add_another(session: Any, row: Any) -> None:
+            if row["generation"] == 40 and len(cluster.workers) == 2:
+                cluster.add(lambda fleet: LiarThatSendsGarbage(fleet, lie_always, honest=2))
+                cluster.wait_for_workers(3)
+
+        def end_the_first(text: str) -> None:
+            cluster.lines.append(text)
+            if "goes back" in text and len(goings_back()) == 1:
+                cluster.run(cluster.workers[0].server.close(timeout=2))
+
+        def goings_back() -> list[int]:
+            return [int(line.split()[-1]) for line in cluster.lines if "goes back to generation" in line]
+
+        cluster.fleet.crew.say = end_the_first
+        cluster.add_before_training(lambda fleet: Liar(fleet, lie_always), Follower)
+        assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS, add_another) == expected
+        assert goings_back()[0] >= 40
+        assert goings_back()[1:] == [0]
+
+
 @pytest.mark.parametrize("kind", [SlowLiar, LiarThatSendsGarbage])
 def test_a_liar_whose_answers_are_not_used_any_more_is_audited(
     kind: type[Liar], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

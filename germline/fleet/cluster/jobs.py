@@ -279,8 +279,7 @@ class Coordinator:
         Args:
             is_whole: Whether to compute all of their pieces again, and not only one of each worker.
         """
-        last_jobs, self.last_jobs = self.last_jobs, {}
-        for job in last_jobs.values():
+        for job in list(self.last_jobs.values()):
             for worker in list_sources(job):
                 self._audit(job, worker, is_whole=is_whole)
 
@@ -318,19 +317,27 @@ class Coordinator:
         generation, number = worker.audits[0] if len(worker.audits) == AUDITS else worker.joined
         self.scheduler.drop_worker(worker.address)
         self.admission.refuse(worker, OTHER_SCORES)
+        for last in self.last_jobs.values():  # it is not audited again
+            last.sources = {first: one for first, one in last.sources.items() if one is not worker}
         if number < self.job_number or self.job is None:
             message = f"worker {worker.name} has given wrong scores: the run goes back to generation {generation}"
             self.crew.say(message)
             raise WrongScoresError(message, generation)
+        if job is not self.job:
+            return  # the run has gone back since, to before it joined
         for first, size in sizes.items():
             self.scheduler.withdraw(first, first + size)
             del job.answers[first], job.sources[first]
 
     def go_back(self, generation: int) -> None:
-        """Forget what workers and this process know of the generations from this one on."""
-        self.job, self.last_jobs = None, {}
+        """Forget what workers and this process know of the generations from this one on.
+
+        The last jobs stay: a worker whose answers to one of them were wrong may have lied before this generation.
+        """
+        self.job = None
         self.crew.records, self.crew.record_bytes = {}, 0
-        for worker in self.crew.workers.values():
+        audited = (worker for job in self.last_jobs.values() for worker in list_sources(job))
+        for worker in dict.fromkeys([*self.crew.workers.values(), *audited]):
             worker.version, worker.audits = None, [audit for audit in worker.audits if audit[0] <= generation]
             worker.joined = min(worker.joined, (generation, self.job_number + 1))
 
