@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from germline.engine.journal import END, Journal, has_type, is_like
+from germline.engine.journal import END, Journal, canonical, has_type, is_like
 from germline.errors import BadInput
 from germline.fleet.cluster.scheduler import OVERDUE, SHORTEST, ChunkScheduler
 from germline.genome import Genome
@@ -345,3 +345,7 @@ def test_states_and_types_of_headers() -> None:
     assert has_type(3, int)
     assert not has_type(True, int)
     assert not has_type("x", int)
+
+
+def test_a_text_of_a_value_does_not_depend_on_the_order_of_its_keys() -> None:
+    assert canonical({"b": [1, None], "a": 0.1}) == canonical({"a": 0.1, "b": [1, None]}) == '{"a":0.1,"b":[1,null]}'

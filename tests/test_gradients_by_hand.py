@@ -203,6 +203,19 @@ def test_the_layers_of_pesgd() -> None:
             PESGD(population=4, **settings)
 
 
+def test_the_columns_that_pesgd_mutates_are_exactly_a_part_of_the_halves() -> None:
+    """A quarter: the halves below 16384, of all 65536, and not that number itself, which some of 300,000 have."""
+    size = 300_000
+    genome = Genome.from_module(torch.nn.Linear(size - 1, 1))
+    strategy = PESGD(population=4, crossover="none", sigma=0.5, mutation=0.25).bind(genome)
+    field, mother = strategy.field(5, genome), torch.full((size,), 100.0)
+    halves = field.members([3], 2).halves((0, size), Stream.COEFFICIENT)[0]
+    child = strategy.make_child(pesgd.Child(3, 0, 1), mother, mother, field, 2, 0)
+    assert bool((halves == 16384).any())
+    assert bool((child[halves >= 16384] == 100.0).all())
+    assert bool((child[halves < 16384] != 100.0).any())
+
+
 @pytest.mark.parametrize("crossover", ["layer", "uniform", "average", "none"])
 def test_a_child_of_pesgd_by_hand(crossover: Any) -> None:
     strategy = PESGD(population=6, crossover=crossover, sigma=0.0).bind(LAYERED)
