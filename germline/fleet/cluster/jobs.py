@@ -323,11 +323,10 @@ class Coordinator:
             message = f"worker {worker.name} has given wrong scores: the run goes back to generation {generation}"
             self.crew.say(message)
             raise WrongScoresError(message, generation)
-        if job is not self.job:
-            return  # the run has gone back since, to before it joined
-        for first, size in sizes.items():
-            self.scheduler.withdraw(first, first + size)
-            del job.answers[first], job.sources[first]
+        now = self.job  # the only one that has used its answers, or the run has gone back since, to before it joined
+        for first in [first for first, one in now.sources.items() if one is worker]:
+            self.scheduler.withdraw(first, first + now.sizes[first])
+            del now.answers[first], now.sources[first]
 
     def go_back(self, generation: int) -> None:
         """Forget what workers and this process know of the generations from this one on.
