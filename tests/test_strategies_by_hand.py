@@ -274,9 +274,10 @@ def test_a_swarm_by_hand(clamp: float) -> None:
     assert got.leader == 1
     velocity = 0.5 * v + 2.0 * r1 * (got.bests - x) + 1.0 * r2 * (got.bests[1] - x)
     velocity = velocity.clamp(-clamp, clamp)
-    close = {"rtol": 0.0, "atol": 1e-6}
-    assert torch.allclose(got.velocities.double(), velocity.double(), **close)  # type: ignore[union-attr]
-    assert torch.allclose(got.positions.double(), x + velocity.double(), **close)  # type: ignore[union-attr]
+    assert got.velocities is not None
+    assert got.positions is not None
+    assert torch.allclose(got.velocities.double(), velocity.double(), rtol=0.0, atol=1e-6)
+    assert torch.allclose(got.positions.double(), x + velocity.double(), rtol=0.0, atol=1e-6)
 
 
 def test_the_leaders_of_a_ring() -> None:
@@ -302,6 +303,7 @@ def test_a_step_of_some_columns_is_that_part_of_the_whole() -> None:
     field, state = strategy.field(1, genome), strategy.init(torch.linspace(-1, 1, genome.size))
     result = GenerationResult(2, np.array(scores, np.float32), strategy.values(state, 2))
     weights, noise = strategy.weights(result.scores, maximize=False), field.members(range(4), 2)
+    assert weights is not None
     whole = strategy.tell(state, result, field, maximize=False).theta
     for low, high in ((0, 30), (70, 90), (100, genome.size)):
         part = strategy.init(state.theta[low:high])
