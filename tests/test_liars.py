@@ -173,27 +173,27 @@ def test_a_liar_does_not_make_a_run_doubt_its_plan(
 class LiarOfSomeBlocks(Liar):
     """A worker that lies in all chunks of a generation but its first."""
 
-    def __init__(self, fleet: gl.Local, has_lied: threading.Event) -> None:
+    def __init__(self, fleet: gl.Local) -> None:
         super().__init__(fleet, lie_always, honest=0)
-        self.last_generation, self.has_lied = -1, has_lied
+        self.last_generation = -1
 
     def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
         is_first, self.last_generation = head["generation"] != self.last_generation, head["generation"]
-        if is_first:
-            return Follower.compute(self, head, arrays)
-        self.has_lied.set()
-        return super().compute(head, arrays)
+        return Follower.compute(self, head, arrays) if is_first else super().compute(head, arrays)
 
 
 class LateFollower(Follower):
-    """An honest worker that leaves most of the work to a liar until it has lied."""
+    """An honest worker that leaves most of the work to a liar until that is turned away.
 
-    def __init__(self, fleet: gl.Local, has_lied: threading.Event) -> None:
+    A lie in a chunk that the other worker has computed as well may never be used.
+    """
+
+    def __init__(self, fleet: gl.Local, is_alone: threading.Event) -> None:
         super().__init__(fleet)
-        self.has_lied = has_lied
+        self.is_alone = is_alone
 
     def compute(self, head: Head, arrays: Sequence[bytes]) -> Message:
-        self.has_lied.wait(timeout=0.2)
+        self.is_alone.wait(timeout=0.2)
         return super().compute(head, arrays)
 
 
@@ -205,14 +205,17 @@ def test_a_liar_of_some_blocks_does_not_make_a_run_doubt_its_plan(
     monkeypatch.setattr(scoring, "CHECK_EVERY", 2)
     monkeypatch.setattr(scoring, "SAMPLED", 32)
     monkeypatch.setattr(jobs, "AUDITS", 10**6)  # on a busy machine it passes many as absent, by its first block
-    has_lied = threading.Event()
+    is_turned_away = threading.Event()
+
+    def note(text: str) -> None:
+        if "is turned away" in text:
+            is_turned_away.set()
+
     with open_cluster() as cluster:
         cluster.fleet.coordinator.chance = FirstChoice()
-        cluster.add_before_training(
-            lambda fleet: LiarOfSomeBlocks(fleet, has_lied), lambda fleet: LateFollower(fleet, has_lied)
-        )
+        cluster.fleet.crew.say = note
+        cluster.add_before_training(LiarOfSomeBlocks, lambda fleet: LateFollower(fleet, is_turned_away))
         assert train(make_digits(), cluster.fleet, tmp_path / "run", GENERATIONS) == expected
-    assert has_lied.is_set()
     assert [worker.is_refused for worker in cluster.workers] == [True, False]
 
 
