@@ -2,12 +2,14 @@
 
     python benchmarks/simulators.py speed      # gl.Gym, a loop by hand with one bmm per step, and EvoTorch's GymNE
     python benchmarks/simulators.py train cartpole --seeds 5 [--first-seed 3] [--results FILE]
-    python benchmarks/simulators.py peers      # EvoTorch's and evosax's examples of CartPole, and ours on as many steps
+    python benchmarks/simulators.py peers --seeds 3 --evosax peers/bin/python
     python benchmarks/simulators.py wire       # bytes of a generation of 1,000 chains of mutations
 
 ``speed`` runs CartPole with one population on the same environments; the figures are medians of rounds in one run. A
 step is one step of one environment by one member. ``train`` prints the steps and seconds of training at which the
 center first reached a return on held-out episodes, and its return on 100 other held-out episodes at that point.
+``peers`` runs EvoTorch's and evosax's examples of CartPole, and ours on as many steps; ``evosax_cartpole.py`` says what
+evosax needs.
 """
 
 import argparse
@@ -15,11 +17,14 @@ import importlib
 import json
 import logging
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,38 +242,18 @@ def run_evotorch(seed: int) -> tuple[float, float, int]:
     return test, seconds, int(problem.interaction_count)
 
 
-def run_evosax(seed: int) -> tuple[float, float, int]:
-    """Run evosax's example of CartPole and return its mean's return on 100 episodes, its seconds and its steps.
+def run_evosax(python: str, seed: int) -> tuple[float, float, int]:
+    """Run evosax's example of CartPole by another interpreter, and return what ``run_evotorch`` returns.
 
-    It is the example "Reinforcement Learning - Evolving MLP": SNES with Adam, a population of 128, two hidden layers of
-    64, 16 episodes of at most 200 steps, 64 generations. It runs all steps of episodes that have ended.
+    The return is that of the better one of its mean and of the best member that it has seen.
     """
-    jax, optax, algorithms = (importlib.import_module(name) for name in ("jax", "optax", "evosax.algorithms"))
-    problems, networks = (importlib.import_module(f"evosax.problems{name}") for name in ("", ".networks"))
-    key, started = jax.random.key(seed), time.perf_counter()
-    policy = networks.MLP(layer_sizes=(64, 64, 2), output_fn=networks.categorical_output_fn)
-    settings = {"env_name": "CartPole-v1", "policy": policy, "episode_length": 200, "use_normalize_obs": True}
-    problem = problems.GymnaxProblem(num_rollouts=16, **settings)
-    problem_state, solution = problem.init(key), problem.sample(key)
-    strategy = algorithms.SNES(population_size=128, solution=solution, optimizer=optax.adam(learning_rate=0.01))
-    params = strategy.default_params
-
-    def step(carry: Any, key: Any) -> Any:
-        state, problem_state = carry
-        first, second, third = jax.random.split(key, 3)
-        population, state = strategy.ask(first, state, params)
-        fitness, problem_state, _ = problem.eval(second, population, problem_state)
-        state, _ = strategy.tell(third, population, -fitness, state, params)
-        return (state, problem_state), None
-
-    begin = strategy.init(key, solution, params), problem_state
-    (state, problem_state), _ = jax.lax.scan(step, begin, jax.random.split(key, 64))
-    jax.block_until_ready(state)
-    seconds = time.perf_counter() - started
-    mean = jax.tree.map(lambda x: x[None], strategy.get_mean(state))
-    held_out = problems.GymnaxProblem(num_rollouts=100, **settings)
-    fitness, _, _ = held_out.eval(jax.random.key(1000 + seed), mean, problem_state)
-    return float(fitness[0]), seconds, 64 * 128 * 16 * 200
+    script = Path(__file__).with_name("evosax_cartpole.py")
+    done = subprocess.run([python, script, str(seed)], capture_output=True, text=True)
+    if done.returncode:
+        raise ImportError(done.stderr.strip().splitlines()[-1])
+    figures = json.loads(done.stdout.splitlines()[-1])
+    print("evosax: mean {mean:.1f}, best member {best:.1f}".format(**figures))
+    return max(figures["mean"], figures["best"]), figures["seconds"], figures["steps"]
 
 
 def run_like_evotorch(seed: int, steps: int) -> tuple[float, float, int]:
@@ -301,14 +286,14 @@ def run_germline(
     return result.summary["metrics"]["test_return"], result.history[-1]["total_seconds"], result.summary["samples"]
 
 
-def compare_peers(seeds: int) -> None:
+def compare_peers(seeds: int, evosax: str) -> None:
     """Print the returns of two libraries' examples of CartPole, and those of their Germline forms after as many steps.
 
     The peers' settings are those of their examples, ours were chosen once for both.
     """
     pairs: list[tuple[str, Callable[[int], Any], Callable[[int, int], Any]]] = [
         ("EvoTorch", run_evotorch, run_like_evotorch),
-        ("evosax", run_evosax, run_like_evosax),
+        ("evosax", partial(run_evosax, evosax), run_like_evosax),
     ]
     for name, run_original, run_ours in pairs:
         rows = []
@@ -367,12 +352,13 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--results", type=Path, help="file to which the results of train are added")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--evosax", default=sys.executable, help="interpreter with evosax and gymnax, for peers")
     options = parser.parse_args()
     logging.getLogger("evotorch").setLevel(logging.WARNING)
     if options.what == "speed":
         measure_speed(options.rounds)
     elif options.what == "peers":
-        compare_peers(options.seeds)
+        compare_peers(options.seeds, options.evosax)
     elif options.what == "wire":
         measure_wire(10)
     else:
