@@ -1,16 +1,19 @@
 """Edges of settings, schedulers and journals: the last value that is allowed, the first that is not, one of each."""
 
 import math
+import os
+import shutil
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from germline.engine.journal import END, Journal, canonical, has_type, is_like
+from germline.engine.journal import END, Journal, canonical, connect, has_type, is_like, limit_steps
 from germline.errors import BadInput
 from germline.fleet.cluster.scheduler import OVERDUE, SHORTEST, ChunkScheduler
 from germline.genome import Genome
@@ -19,6 +22,7 @@ from germline.optim.optimizers import SGD, Adam
 from germline.optim.schedules import Schedule
 from germline.optim.shaping import utilities_by_rank
 from germline.strategies import GA, PSO, SNES, DeepGA, GenerationResult, MuLambda, OpenAIES, mu_lambda, pso
+from germline.strategies.openai_es import choose_relative_rate
 from germline.strategies.settings import (
     build_optimizer,
     check_count,
@@ -91,6 +95,14 @@ def test_settings_that_are_just_refused(make: Any, settings: dict[str, Any]) -> 
         make(**settings)
 
 
+def test_the_learning_rate_that_auto_means_is_in_units_of_the_first_sigma() -> None:
+    strategy = OpenAIES(population=64, sigma=Schedule("linear", 0.5, 0.1, 10), lr="auto")
+    size = GENOME.size
+    assert strategy.bind(GENOME).lr_unit == choose_relative_rate(64, size) * 0.5
+    assert strategy.bind(GENOME).lr == Schedule("linear", 1.0, 0.0)
+    assert OpenAIES(population=64, sigma="auto", lr="auto").bind(GENOME).lr_unit == "auto"
+
+
 def test_checks_of_settings() -> None:
     for allowed in (0, 0.0, 1e300, Schedule("linear", 0.0, 0.0), lambda generation: 0.0):
         check_rate("lr", allowed, zero=True)
@@ -116,6 +128,8 @@ def test_texts_become_settings() -> None:
     assert parse_setting(bool, "mirrored", "true") is True
     assert parse_setting(int, "population", "12") == 12
     assert parse_setting(float | Schedule, "lr", "linear(1, 0.5)") == Schedule.parse("linear(1, 0.5)")
+    assert parse_setting(float | Literal["auto"], "sigma", "auto") == "auto"
+    assert parse_setting(Literal["auto"] | float, "sigma", "0.5") == 0.5
     for kind, text in ((int, "x"), (bool, "1"), (float | Schedule, "linear"), (int, "none")):
         with pytest.raises(BadInput, match="cannot be"):
             parse_setting(kind, "a", text)
@@ -245,6 +259,16 @@ def test_the_first_chunk_of_an_unknown_worker_is_an_eighth_of_half_its_share() -
     assert slow.rate(3) == 1.0
 
 
+def test_a_worker_that_is_new_counts_as_one_of_those_that_share() -> None:
+    scheduler = ChunkScheduler(320, {1: 0.0})
+    chunk = scheduler.next_chunk(2, 0.0)  # the first one has not been asked yet
+    assert chunk is not None
+    assert chunk.size == 10  # 320 / 2 workers / 2 chunks / 8
+    known = scheduler.next_chunk(1, 0.0)
+    assert known is not None
+    assert known.size == 19  # the 310 that are left / 2 chunks / 8: the other one has not answered yet
+
+
 def test_a_chunk_is_computed_again_when_it_is_overdue_and_not_before() -> None:
     scheduler = ChunkScheduler(4, {1: 1.0, 2: 1.0})
     chunks = [scheduler.next_chunk(worker, 0.0) for worker in (1, 2, 1, 2)]
@@ -336,6 +360,44 @@ def test_lengths_of_a_journal(tmp_path: Path) -> None:
     assert journal.outcome() == {"generations": 4}
     journal.connection.execute("UPDATE outcome SET checksum = x'00'")
     assert journal.outcome() is None
+
+
+def test_the_folder_of_a_run_is_readable_by_all_and_writable_by_its_owner(tmp_path: Path) -> None:
+    start(tmp_path / "run")
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_journal_without_snapshots_and_its_length_file_promises_nothing(tmp_path: Path) -> None:
+    journal = start(tmp_path / "run").require_journal()
+    for snapshot in journal.snapshots():
+        shutil.rmtree(journal.snapshot(snapshot).parent)
+    (tmp_path / "run" / END).unlink(missing_ok=True)
+    assert journal.written_length() == 0
+
+
+def test_a_journal_in_a_folder_that_cannot_be_written_is_only_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = start(tmp_path / "run")
+    session.step()
+    session.commit()
+    session.require_journal().close()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    connection = connect(tmp_path / "run" / "journal.sqlite", read_only=True)
+    assert connection.execute("SELECT count(*) FROM header").fetchone() == (1,)
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        connection.execute("DELETE FROM header")
+    connection.close()
+
+
+def test_sqlite_may_take_long_and_not_for_ever() -> None:
+    connection = sqlite3.connect(":memory:")
+    limit_steps(connection)
+    count = "WITH RECURSIVE n(i) AS (VALUES (1) UNION ALL SELECT i + 1 FROM n {}) SELECT max(i) FROM n"
+    assert connection.execute(count.format("WHERE i < 20000")).fetchone() == (20000,)
+    with pytest.raises(sqlite3.OperationalError, match="interrupted"):
+        connection.execute(count.format("")).fetchone()
+    connection.close()
 
 
 def test_states_and_types_of_headers() -> None:

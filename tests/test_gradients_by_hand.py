@@ -128,7 +128,9 @@ def test_hybrid_es_averages_the_better_half() -> None:
     assert torch.equal(got.theta, after.theta[start:])
 
 
-@pytest.mark.parametrize(("scores", "is_better"), [([1.0, 2.0, 3.0], False), ([1.0, 2.0, 0.5], True)])
+@pytest.mark.parametrize(
+    ("scores", "is_better"), [([1.0, 2.0, 3.0], False), ([1.0, 2.0, 1.0], False), ([1.0, 2.0, 0.5], True)]
+)
 def test_assisted_steps_are_shifted_only_if_a_sample_is_better(scores: list[float], is_better: bool) -> None:
     strategy = HybridES(population=2, variant="assisted", lr=0.5, sigma=0.25, adapt=2.0).bind(LAYERED)
     field, theta = strategy.field(7, LAYERED), torch.linspace(-1, 1, 7)
@@ -197,6 +199,7 @@ def test_the_layers_of_pesgd() -> None:
     assert strategy.bind(Genome.from_module(nn.Linear(1, 1))) is strategy
     assert [PESGD(population=n).count_parents() for n in (1, 2, 3, 5)] == [1, 1, 1, 2]
     assert PESGD(population=3, parents=3).count_parents() == 3
+    assert not strategy.field(7, LAYERED).mirrored  # a child's noise is not another's
     assert PESGD(mutation=1.0, sigma=0.0, spread=0.0).mutation == 1.0
     for settings in ({"parents": 0}, {"parents": 99}, {"mutation": 0.0}, {"mutation": 1.1}, {"epochs": 0}):
         with pytest.raises(BadInput):

@@ -55,7 +55,9 @@ def test_hybrid_es_by_hand() -> None:
     assert torch.allclose(after.theta, plain - 0.5 * (after.direction - gradient), atol=1e-6)  # theta - lr (d + shift)
 
 
-@pytest.mark.parametrize(("scores", "applied"), [([1.0, 2.0, 3.0], False), ([1.0, 2.0, 0.5], True)])
+@pytest.mark.parametrize(
+    ("scores", "applied"), [([1.0, 2.0, 3.0], False), ([1.0, 2.0, 1.0], False), ([1.0, 2.0, 0.5], True)]
+)
 def test_the_gate_applies_the_last_gradient_to_all_parameters_or_to_biases(scores: list[float], applied: bool) -> None:
     strategy = HybridES(population=2, variant="gated", lr=0.5).bind(GENOME)
     field, theta = strategy.field(7, GENOME), torch.linspace(-1, 1, SIZE)
