@@ -219,6 +219,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--strategies", action="store_true", help="on a GPU: mu-lambda, ga and pso as well")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     parser.add_argument(
@@ -226,7 +227,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.device == "cuda":
-        population_cuda.main(arguments.row, arguments.repeats, not arguments.no_peers, arguments.json)
+        options = {"with_strategies": arguments.strategies, "as_json": arguments.json}
+        population_cuda.main(arguments.row, arguments.repeats, with_jax=not arguments.no_peers, **options)
         return
     print(f"CPU: {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if arguments.memory:

@@ -1,5 +1,7 @@
 """The rows of ``population.py --device cuda``: a whole generation on one GPU, pure inference and a step in JAX.
 
+The strategies whose members have no common center (``--strategies``) make the weights of every member.
+
 Pure inference is one network's forward pass in bfloat16 on population x batch samples. Times are the best of several
 rounds, each of several generations that are run in a row as a run does them.
 """
@@ -10,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +25,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent))
 
 from germline.engine.session import Session
+from germline.errors import BadInput
 from germline.fleet import Local
 from germline.objective import Batch, Objective
-from germline.strategies import OpenAIES
+from germline.recipes.nuclei import SHAPES
+from germline.recipes.nuclei import UNet as NucleiNet
+from germline.strategies import GA, PSO, AnyStrategy, MuLambda, OpenAIES
 
 Step = Callable[[], object]
 SMALL, WIDE = (784, 300, 10), (1024, 2048, 2048, 10)
@@ -52,6 +58,7 @@ ROWS = {
     "mlp-batch": Row("mlp", 1024, 1024, SMALL, dense_part=0.5),
     "lenet": Row("lenet", 256, 256, low_rank_part=0.7),
     "unet": Row("unet", 256, 256, low_rank_part=0.7),
+    "unet-large": Row("unet-large", 1024, 16),
     "lstm": Row("lstm", 256, 256, low_rank_part=0.7),
     "transformer": Row("transformer", 256, 256, low_rank_part=0.7),
 }
@@ -120,13 +127,15 @@ def make_module(row: Row) -> nn.Module:
             *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
             *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
         )
+    if row.net == "unet-large":
+        return NucleiNet(*SHAPES["large"])
     return {"lstm": Forecaster, "transformer": Reader, "unet": UNet}[row.net]()
 
 
 def make_batch(row: Row) -> Batch:
     shape: tuple[int, ...]
     n = row.batch
-    if row.net in ("lstm", "unet"):
+    if row.net in ("lstm", "unet", "unet-large"):
         shape = (n, 48, 1) if row.net == "lstm" else (n, 1, 32, 32)
         x, y = torch.randn(shape), torch.randn(n, 1) if row.net == "lstm" else torch.rand(shape).round()
     elif row.net == "transformer":
@@ -137,10 +146,10 @@ def make_batch(row: Row) -> Batch:
     return Batch.from_raw((x, y), "cuda")
 
 
-def prepare_generation(row: Row, rank: int | None, dtype: Any = "bfloat16") -> Step:
+def prepare_generation(row: Row, strategy: AnyStrategy, dtype: Any = "bfloat16") -> Step:
     """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal."""
-    losses: dict[str, Any] = {"lstm": F.mse_loss, "unet": F.binary_cross_entropy_with_logits}
-    strategy = OpenAIES(population=row.population, sigma=0.05, lr=0.01, rank=rank)
+    segments = F.binary_cross_entropy_with_logits
+    losses: dict[str, Any] = {"lstm": F.mse_loss, "unet": segments, "unet-large": segments}
     objective = Objective(losses.get(row.net, F.cross_entropy))
     session = Session.create(make_module(row), strategy, objective, Local("cuda"), 0, dtype=dtype)
     batch = make_batch(row)
@@ -190,20 +199,30 @@ def measure_best(step: Step, repeats: int) -> float:
     return 1e3 * best
 
 
-def measure(name: str, row: Row, repeats: int, with_jax: bool) -> dict[str, float]:
+def measure(name: str, row: Row, repeats: int, with_jax: bool, with_strategies: bool) -> dict[str, float]:
     """Print and return the times of a row, in milliseconds."""
     print(f"\n{name}: {row.net} {'-'.join(map(str, row.sizes))}, population {row.population}, batch {row.batch}")
     times: dict[str, float] = {}
 
     def add(label: str, make: Callable[[], Step]) -> None:
-        times[label] = measure_best(make(), repeats)
+        try:
+            times[label] = measure_best(make(), repeats)
+        except BadInput as error:  # a swarm that does not fit
+            print(f"  {label:20} {error}", flush=True)
+            return
         torch.cuda.empty_cache()
         pure = times["inference"]
-        print(f"  {label:20} {times[label]:8.2f} ms {pure / times[label]:8.2f} of inference", flush=True)
+        rate = 1e3 * row.population / times[label]
+        print(f"  {label:20} {times[label]:8.2f} ms {pure / times[label]:8.2f} of inference {rate:12,.0f} members/s")
+        sys.stdout.flush()
 
     add("inference", lambda: prepare_inference(row))
-    add("rank 1", lambda: prepare_generation(row, 1))
-    add("dense", lambda: prepare_generation(row, None))
+    size = row.population
+    for label, rank in (("rank 1", 1), ("dense", None)):
+        strategy = OpenAIES(population=size, sigma=0.05, lr=0.01, rank=rank)
+        add(label, partial(prepare_generation, row, strategy))
+    for other in (MuLambda(population=size), GA(population=size), PSO(population=size)) if with_strategies else ():
+        add(other.name, partial(prepare_generation, row, other))
     if row.net == "mlp" and with_jax and find_spec("jax"):
         from jax_step import rank_one
 
@@ -221,9 +240,9 @@ def measure(name: str, row: Row, repeats: int, with_jax: bool) -> dict[str, floa
     return times
 
 
-def main(names: list[str] | None, repeats: int, with_jax: bool, as_json: bool) -> None:
+def main(names: list[str] | None, repeats: int, *, with_jax: bool, with_strategies: bool, as_json: bool) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     print(f"CUDA: {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    times = {name: measure(name, ROWS[name], repeats, with_jax) for name in names or ROWS}
+    times = {name: measure(name, ROWS[name], repeats, with_jax, with_strategies) for name in names or ROWS}
     if as_json:
         print(json.dumps(times))

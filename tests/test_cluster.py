@@ -281,7 +281,7 @@ def test_large_arrays_take_variables_that_are_emptied(tmp_path: Path, monkeypatc
         with open_cluster() as cluster:
             cluster.add_before_training(Follower, Follower)
             assert train(recipe, cluster.fleet, tmp_path / name, 4) == expected
-            assert cluster.sizes["state"] >= 4 * 4_000_000
+            assert cluster.sizes["state"] >= 3 * 4_000_000  # in each generation but the first, to one worker or both
             until = time.monotonic() + 30
             variables = cluster.scheduler.extensions["variables"].variables
             while any(record["value"] for record in variables.values()):

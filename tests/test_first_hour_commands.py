@@ -218,7 +218,7 @@ def test_resume_with_fewer_generations_says_so(here: Path) -> None:
 
 
 def test_replay_exports_the_whole_model_and_overwrites_nothing(here: Path) -> None:
-    invoke("train", "normed.py", "--name", "r")
+    invoke("train", "normed.py", "--name", "r", "--device", "cpu")  # where a replay estimates the statistics of norms
     words = ["replay", "runs/r", "--generation", "6"]
     output, _ = invoke(*words, "--recipe", "normed.py", "--export", "whole.safetensors", "--json")
     assert json.loads(output)["content"] == "model"

@@ -79,6 +79,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "attention as a function": (lambda: Attention(False), ((3, 5, 8),)),
     "attention as a function, causal": (lambda: Attention(True), ((5, 8),)),
     "attention as a function, with a mask": (lambda: Attention(False, True), ((3, 5, 8),)),
+    "attention as a function, of one sequence with a mask": (lambda: Attention(False, True), ((5, 8),)),
     "attention, other widths": (
         lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=5, add_bias_kv=True),
         ((3, 5, 8), (4, 5, 6), (4, 5, 5)),
@@ -108,10 +109,13 @@ class SelfAttention(nn.Module):
 class Attention(nn.Module):
     """Attention of projections, or of inputs that all members share, as users write it."""
 
+    mask: torch.Tensor | None
+
     def __init__(self, is_causal: bool, has_mask: bool = False) -> None:
         super().__init__()
         self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        self.is_causal, self.mask = is_causal, torch.eye(5).bool() if has_mask else None
+        self.is_causal = is_causal
+        self.register_buffer("mask", torch.eye(5).bool() if has_mask else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (2, 4)).transpose(-2, -3) for part in (self.query(x), x, self.value(x)))

@@ -212,10 +212,12 @@ def test_tell_is_step_and_train(name: str, tmp_path: Path) -> None:
 
     if name.startswith("snes"):
         strategy = gl.SNES(population=20, sigma=0.3, mirrored="mirrored" in name)
-    result = gl.train(make(), (x, y), loss=F.mse_loss, strategy=strategy, generations=5, run=tmp_path / "run", seed=4)
+    fleet = gl.Local("cpu" if "torch" in name else "auto")  # torch's optimizers have other last bits on a GPU
+    settings: Any = {"loss": F.mse_loss, "seed": 4, "fleet": fleet}
+    result = gl.train(make(), (x, y), strategy=strategy, generations=5, run=tmp_path / "run", **settings)
     records = list(Journal.open(tmp_path / "run").records())
-    stepped = gl.Search(make(), strategy, loss=F.mse_loss, seed=4)
-    asked = gl.Search(make(), strategy, seed=4, run=tmp_path / "asked")
+    stepped = gl.Search(make(), strategy, **settings)
+    asked = gl.Search(make(), strategy, seed=4, fleet=fleet, run=tmp_path / "asked")
     for record in records[:3]:
         np.testing.assert_array_equal(stepped.step(x, y), record.result.scores)
         outputs = asked.ask()(x)
@@ -223,7 +225,7 @@ def test_tell_is_step_and_train(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, record.result.scores, rtol=1e-4)
         asked.tell(record.result.scores)
     asked._session.require_journal().close()
-    resumed = gl.Search(make(), strategy, seed=99, resume=tmp_path / "asked")
+    resumed = gl.Search(make(), strategy, seed=99, fleet=fleet, resume=tmp_path / "asked")
     for record in records[3:]:
         stepped.step(x, y)
         resumed.tell(record.result.scores.tolist())

@@ -19,7 +19,7 @@ from germline.kernels import recorded
 from germline.noise import Field, low_rank_matrices, recordings
 from germline.objective import Batch, Objective
 from germline.population import Evaluator, Plan, SlowPath, exact_arithmetic
-from germline.strategies import Candidates, OpenAIES
+from germline.strategies import Candidates, GenerationResult, OpenAIES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 GPU, P = torch.device("cuda"), 38
@@ -88,6 +88,31 @@ def test_launched_generations_have_the_bits_of_the_code(name: str, rank: int | N
         with exact_arithmetic(GPU):
             expected = make_evaluator(module, dtype).scores(candidates, P, batch).cpu().numpy()[:P]
         assert scores.tobytes() == expected.tobytes()
+    (recording,) = evaluator.recordings.values()
+    assert recording.trusted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy", [gl.MuLambda(population=P, parents=7), gl.GA(population=P), gl.PSO(population=P)])
+@pytest.mark.parametrize("name", NETS)
+def test_launched_blocks_of_members_without_a_center_have_the_bits_of_the_code(
+    name: str, strategy: Any, dtype: str
+) -> None:
+    torch.manual_seed(0)
+    module = NETS[name]()
+    evaluator, genome = make_evaluator(module, dtype), Genome.from_module(module)
+    strategy = strategy.bind(genome)
+    field = strategy.field(3, genome)
+    state = strategy.init(genome.read(module, GPU))
+    for candidates, batch in make_generations(module, None):
+        number = int(candidates.generation)
+        values = strategy.values(state, number)
+        members = strategy.ask(state, field, number, values)
+        scores = Local("cuda").score(evaluator, members, P, batch)
+        with exact_arithmetic(GPU):
+            expected = make_evaluator(module, dtype).scores(members, P, batch).cpu().numpy()[:P]
+        assert scores.tobytes() == expected.tobytes()
+        state = strategy.tell(state, GenerationResult(number, scores, values), field, maximize=False)
     (recording,) = evaluator.recordings.values()
     assert recording.trusted
 

@@ -44,6 +44,7 @@ SCORE_BYTES = 4
 MAX_TICKETS = 4096  # they fit into a pipe
 TICKET, END = struct.Struct("i"), -1  # END follows the numbers of all blocks, once for each child
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
+NO_CUDA_AFTER_FORK = "CUDA in forked subprocess"  # torch's words, where the parent has used a GPU already
 
 Bytes = NDArray[np.uint8]
 Blocks = NDArray[np.int64]  # the members of each block: (blocks, members)
@@ -51,6 +52,10 @@ Blocks = NDArray[np.int64]  # the members of each block: (blocks, members)
 
 class LostChildError(Exception):
     """A child has ended in the middle of a generation."""
+
+
+class NeedsParentError(Exception):
+    """A block's code needs what only the process has that was not forked."""
 
 
 @dataclass
@@ -100,6 +105,10 @@ class Pool:
                     with suppress(LostChildError):
                         return self._score(evaluator, generation, blocks, min(size, len(blocks)), parts)
                     self.close()
+            except NeedsParentError:
+                self.close()
+                self.is_broken = True
+                return None
             except BaseException:  # raised by a block, or an interrupt in the middle of the children's work
                 self.close()
                 raise
@@ -137,6 +146,8 @@ class Pool:
             for message, category, filename, line in report.warnings:
                 warnings.warn_explicit(message, category, filename, line, registry=self.shown)
         failures = [report.failure for report in reports if report.failure is not None]
+        if any(NO_CUDA_AFTER_FORK in str(error) for _, error in failures):
+            raise NeedsParentError
         if failures:
             raise min(failures, key=lambda failure: failure[0])[1]  # as threads do: that of the first block
         return np.frombuffer(self.memory, np.float32, blocks.size).copy()

@@ -33,6 +33,7 @@ class Generation:
     centers: dict[int, torch.Tensor] = field(default_factory=dict)
     read_slots: set[int] = field(default_factory=set)  # the parameters that some layer has read
     products: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    block_weights: dict[int, torch.Tensor] = field(default_factory=dict)  # of its only block, if they are made before
 
     def get_dtype(self, slot: Slot) -> torch.dtype:
         """Return the type in which a parameter is used."""
@@ -84,6 +85,7 @@ class Block:
         # members that differ in nothing but the sign of their noise share its address
         self.addresses, self.member_address = np.unique(self.noise.addresses, return_inverse=True)
         self.unsigned_field = Field(candidates.field.seed, candidates.field.kind)
+        self.weights_by_slot.update(self.generation.block_weights)
 
     @property
     def size(self) -> int:

@@ -1,6 +1,6 @@
 """Scores blocks of members of one module on one device, by one of the methods of ``METHODS``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,13 @@ from germline.population.norms import tracking_norms
 from germline.population.outputs import combine_outputs, join_output, map_output, split_output
 from germline.population.plan import Plan
 from germline.population.population_module import enable_dropout, make_population_module
-from germline.population.recording import MAX_RECORDED_BLOCKS, MAX_RECORDINGS, Recording, describe_batch
+from germline.population.recording import (
+    MAX_RECORDED_BLOCKS,
+    MAX_RECORDINGS,
+    BlockRecording,
+    Recording,
+    describe_batch,
+)
 from germline.population.rules.faster import FasterFunctions
 from germline.population.rules.pending import materialize
 from germline.population.rules.recurrent import split_cells
@@ -53,7 +59,7 @@ class Evaluator:
     plan: Plan
     thread_copies: ThreadModule  # copies of the module
     source: nn.Module  # what the copy is of
-    recordings: dict[Any, Recording] = field(default_factory=dict, compare=False)
+    recordings: dict[Any, Recording | BlockRecording] = field(default_factory=dict, compare=False)
     tapes: dict[Any, Tape | None] = field(default_factory=dict, compare=False)  # by the shapes of a call of members
     checked_generations: set[int] = field(default_factory=set, compare=False)  # whose calls of members were checked
 
@@ -102,8 +108,8 @@ class Evaluator:
 
     def recording(
         self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS
-    ) -> Recording | None:
-        """Return the recording of generations like this one, or None where a GPU cannot launch them as a whole.
+    ) -> Recording | BlockRecording | None:
+        """Return the recording of generations like this one, or None where a GPU cannot launch them, or their blocks.
 
         Args:
             candidates: the members of a generation.
@@ -111,7 +117,8 @@ class Evaluator:
             batch: the batch that they are scored on.
             share: the blocks that this process evaluates.
         """
-        is_vectorized = self.plan.vectorized and not self.plan.one_by_one and candidates.shared
+        is_vectorized = self.plan.vectorized and not self.plan.one_by_one
+        is_vectorized = is_vectorized and (candidates.shared or not self.plan.dropout)  # whose masks go by the member
         if kernel_device(self.device).type != "cuda" or not is_vectorized or batch is None or self.plan.renewed:
             return None
         shapes, has_vector_sigma = describe_batch(batch), isinstance(candidates.sigma, Tensor)
@@ -121,12 +128,43 @@ class Evaluator:
                 return None
             for other in [other for other in self.recordings if other[1:3] != key[1:3]]:
                 del self.recordings[other]  # of a share that this process no longer has
-            if len(self.recordings) >= MAX_RECORDINGS or -(-population // self.plan.block) > MAX_RECORDED_BLOCKS:
+            if len(self.recordings) >= MAX_RECORDINGS:
                 return None
-            self.recordings[key] = Recording(
-                lambda candidates, batch: self.scores(candidates, population, batch, share), self.device
-            )
+            if not candidates.shared:
+                blocks = self.blocks(population)[share]
+                self.recordings[key] = BlockRecording(self.make_weights, self._score_weights, blocks)
+            elif -(-population // self.plan.block) > MAX_RECORDED_BLOCKS:
+                return None
+            else:
+                self.recordings[key] = Recording(
+                    lambda candidates, batch: self.scores(candidates, population, batch, share), self.device
+                )
         return self.recordings[key]
+
+    def make_weights(self, candidates: Candidates, members: NDArray[np.int64], out: Sequence[Tensor]) -> list[Tensor]:
+        """Return the weights of some members, (members, parameters) for each parameter of the genome.
+
+        Args:
+            candidates: the members of a generation.
+            members: their numbers.
+            out: tensors to be overwritten and returned; none where they are to be allocated.
+        """
+        generation = self.generation(candidates, None)
+        if not out:
+            empty = candidates.center.new_empty
+            sizes = [(slot.stop - slot.start, generation.get_dtype(slot)) for slot in self.genome.slots]
+            out = [empty((len(members), size), dtype=dtype) for size, dtype in sizes]
+        spans = [(slot.start, slot.stop) for slot in self.genome.slots]
+        return [candidates.weights(members, *span, target) for span, target in zip(spans, out, strict=True)]
+
+    def _score_weights(
+        self, candidates: Candidates, members: NDArray[np.int64], weights: Sequence[Tensor], batch: Batch
+    ) -> Tensor:
+        """Return the scores of a block of members whose weights are made already."""
+        generation = self.generation(candidates, batch)
+        shaped = (part.view(-1, *slot.shape) for slot, part in zip(self.genome.slots, weights, strict=True))
+        generation.block_weights.update(enumerate(shaped))
+        return self._block_scores(generation, members)
 
     def scores(self, candidates: Candidates, population: int, batch: Batch | None, share: slice = ALL_BLOCKS) -> Tensor:
         """Return the scores of a share of the blocks, on the device, one block after the other.

@@ -1,10 +1,12 @@
-"""Generations that a GPU launches as a whole, as CUDA graphs."""
+"""Generations, or their blocks, that a GPU launches as a whole, as CUDA graphs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_flatten, tree_map
 
 from germline.kernels.recorded import Recorded
@@ -48,12 +50,62 @@ class Recording:
 
     def _score_tensors(self, center: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """Return the scores where theta, sigma and the batch are in the memory that the graph reads."""
-        remaining, batch = iter(tensors), self.batch
+        remaining = iter(tensors)
         sigma = next(remaining) if isinstance(self.candidates.sigma, torch.Tensor) else self.live
-        parts = (batch.args, batch.kwargs, batch.target)
-        args, kwargs, target = tree_map(lambda x: next(remaining) if isinstance(x, torch.Tensor) else x, parts)
         candidates = replace(self.candidates, generation=self.live.generation, center=center, sigma=sigma)
-        return self.evaluate(candidates, Batch(args, kwargs, target, batch.size))
+        return self.evaluate(candidates, replace_tensors(self.batch, remaining))
+
+
+class BlockRecording:
+    """The evaluation of blocks of members that have no center in common, of one shape of batch.
+
+    The strategy's code makes the weights of a block, in the memory that a graph reads; the module's code is launched.
+    All blocks have the same size, so one graph serves them all.
+
+    Args:
+        make_weights: returns the weights of some members for each parameter, in tensors that it may be given.
+        evaluate: returns the scores of members with such weights on a batch, on the device.
+        blocks: the members of each block.
+    """
+
+    def __init__(
+        self,
+        make_weights: Callable[[Candidates, NDArray[np.int64], Sequence[torch.Tensor]], list[torch.Tensor]],
+        evaluate: Callable[[Candidates, NDArray[np.int64], Sequence[torch.Tensor], Batch], torch.Tensor],
+        blocks: list[NDArray[np.int64]],
+    ) -> None:
+        self.make_weights = make_weights
+        self.evaluate = evaluate
+        self.blocks = blocks
+        self.recorded = Recorded(self._score_tensors, doubted=True)
+        self.parameters = 0
+
+    @property
+    def trusted(self) -> bool:
+        """Return whether the next block is launched without running any code of the module."""
+        return self.recorded.trusted
+
+    def scores(self, candidates: Candidates, batch: Batch) -> torch.Tensor:
+        """Return the scores of a generation, on the device."""
+        self.candidates, self.batch = candidates, batch
+        tensors, parts = list(iterate_tensors([batch.args, batch.kwargs, batch.target])), []
+        for members in self.blocks:
+            weights = self.make_weights(candidates, members, self.recorded.inputs[: self.parameters])
+            self.members, self.parameters = members, len(weights)
+            parts.append(self.recorded(*weights, *tensors).clone())  # the next block overwrites it
+        return torch.cat(parts)
+
+    def _score_tensors(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the scores of a block where its weights and the batch are in the memory that the graph reads."""
+        batch = replace_tensors(self.batch, iter(tensors[self.parameters :]))
+        return self.evaluate(self.candidates, self.members, tensors[: self.parameters], batch)
+
+
+def replace_tensors(batch: Batch, tensors: Iterator[torch.Tensor]) -> Batch:
+    """Return a batch with other tensors, which are taken in the order of ``iterate_tensors``."""
+    parts = (batch.args, batch.kwargs, batch.target)
+    args, kwargs, target = tree_map(lambda x: next(tensors) if isinstance(x, torch.Tensor) else x, parts)
+    return Batch(args, kwargs, target, batch.size)
 
 
 def describe_batch(batch: Batch) -> Any:

@@ -69,11 +69,13 @@ def attend(
     if block is None or block.vmap_index is None or block.single_member is not None or dropout_p:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **settings)
     tensors = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
-    if all(x.dim() == 4 for x in tensors) and (attn_mask is not None or scale is not None or enable_gqa):
-        return attend_together(block, tensors, settings)
+    is_plain = attn_mask is None and scale is None and not enable_gqa
+    if not is_plain and all(2 <= x.dim() <= 4 for x in tensors):
+        sizes = max(x.dim() for x in tensors[:3])
+        out = attend_together(block, [x[(None,) * (4 - x.dim())] for x in tensors], settings)
+        return out[(0,) * (4 - sizes)]  # sizes of one, which the inputs did not have
     has_lengths = query.shape[-2] == key.shape[-2] or not is_causal
     is_alike = query.shape[:-2] == key.shape[:-2] == value.shape[:-2] and query.shape[-1] == value.shape[-1]
-    is_plain = attn_mask is None and scale is None and not enable_gqa
     if not (is_plain and has_lengths and is_alike and query.device.type == "cpu" and query.dtype == torch.float32):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, **settings)
     fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
