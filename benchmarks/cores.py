@@ -3,6 +3,7 @@
     python benchmarks/cores.py                                  by 1, 2, 4, ... of all cores; about 15 s for each figure
     python benchmarks/cores.py --cores 2,16 --population 64     other numbers of cores and populations
     python benchmarks/cores.py --seconds 30                     the length of each run
+    python benchmarks/cores.py --ways default,spmd              without threads
 
 The task is ``mnist-mlp`` for cores (784-64-10, rank 1, batches of 512). Generations per second are those of whole runs
 of ``germline train``, with journal, data and evaluation: by default (``--workers N``), by N threads, and by N ranks of
@@ -73,16 +74,17 @@ def main() -> None:
     parser.add_argument("--cores", type=count_cores, default=every)
     parser.add_argument("--population", type=count_cores, default=[512, 2048])
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=WAYS, help=f"some of {','.join(WAYS)}")
     arguments = parser.parse_args()
     print(f"CPU: {processor_name()}, {available} cores, torch {torch.__version__}")
     for population in arguments.population:
         hashes = set()
         print(f"\npopulation {population}: generations per second, and times the first row")
-        print(f"  {'cores':>5} {'inference':>16}" + "".join(f"{way:>17}" for way in WAYS))
+        print(f"  {'cores':>5} {'inference':>16}" + "".join(f"{way:>17}" for way in arguments.ways))
         first: list[float] = []
         for cores in arguments.cores:
             rates = [measure_inference(cores, population, min(3.0, arguments.seconds))]
-            for way in WAYS:
+            for way in arguments.ways:
                 summary = train(way, cores, population, "--seconds", str(arguments.seconds))
                 rates.append(summary["generations"] / summary["seconds"])
                 short = train(way, cores, population, "--generations", str(COMPARED_AFTER))

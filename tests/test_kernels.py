@@ -124,18 +124,19 @@ def test_perturb(kernels: ModuleType, span: tuple[int, int], vector: bool, dtype
     assert has_same_bits(call(kernels, "perturb", out, *arguments), call(reference, "perturb", out, *arguments))
 
 
-@triton_only
+@both
 @pytest.mark.parametrize("vector", [False, True], ids=["one sigma", "sigma per parameter"])
-def test_perturb_in_mirrored_pairs(vector: bool) -> None:
+def test_perturb_in_mirrored_pairs(kernels: ModuleType, vector: bool) -> None:
     random = np.random.default_rng(0)
     theta = random.standard_normal(2000).astype(np.float32)
     scale = (random.random(2000) if vector else np.array([0.1])).astype(np.float32)
     out = np.empty((6, 2000), np.float32)
-    pairs = call(cuda, "perturb", out, theta, scale, None, address(777), Reading.POPCOUNT)
+    pairs = call(kernels, "perturb", out, theta, scale, None, address(777), Reading.POPCOUNT)
     for first, sign in enumerate([1, -1]):
         signs = np.full(3, sign, np.int8)
         expected = call(reference, "perturb", out[::2], theta, scale, signs, address(777), Reading.POPCOUNT)
         assert has_same_bits(pairs[first::2], expected)
+    assert has_same_bits(call(reference, "perturb", out, theta, scale, None, address(777), Reading.POPCOUNT), pairs)
 
 
 @both

@@ -104,21 +104,22 @@ def perturb_tiles(first, last, out, theta, scale, signs, field, members, start, 
     stop = start + out.shape[1]
     first_tile = start // TILE
     tiles = (stop - 1) // TILE - first_tile + 1
+    copies = out.shape[0] // max(1, members.size)  # rows that have one address: two where these are mirrored pairs
     for unit in range(first, last):
-        i, tile = unit // tiles, first_tile + unit % tiles
-        read_tile(eps, halves, members[i], tile, key0, key1, generation, stream, reading)
+        address, tile = unit // tiles, first_tile + unit % tiles
+        read_tile(eps, halves, members[address], tile, key0, key1, generation, stream, reading)
         low, high = max(start, tile * TILE), min(stop, tile * TILE + TILE)
-        target, center = out[i, low - start : high - start], theta[low - start : high - start]
-        source = eps[low - tile * TILE : high - tile * TILE]
-        sign = out.dtype.type(signs[i])
-        if scale.size == 1:
-            step = sign * scale[0]
-            for k in range(target.size):
-                target[k] = center[k] + step * out.dtype.type(source[k])
-        else:
-            steps = scale[low - start : high - start]
-            for k in range(target.size):
-                target[k] = center[k] + (sign * steps[k]) * out.dtype.type(source[k])
+        center, source = theta[low - start : high - start], eps[low - tile * TILE : high - tile * TILE]
+        for i in range(address * copies, (address + 1) * copies):
+            target, sign = out[i, low - start : high - start], out.dtype.type(signs[i])
+            if scale.size == 1:
+                step = sign * scale[0]
+                for k in range(target.size):
+                    target[k] = center[k] + step * out.dtype.type(source[k])
+            else:
+                steps = scale[low - start : high - start]
+                for k in range(target.size):
+                    target[k] = center[k] + (sign * steps[k]) * out.dtype.type(source[k])
 
 
 @compile_kernel
@@ -201,9 +202,10 @@ def fill(out: Array, address: Address, reading: Reading) -> None:
     run_in_threads(fill_tiles, units, out, field_arguments(address), address.members, address.start, int(reading))
 
 
-def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Address, reading: Reading) -> None:
-    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter."""
-    units = out.shape[0] * count_tiles(address.start, out.shape[1])
+def perturb(out: Array, theta: Array, scale: Array, signs: Array | None, address: Address, reading: Reading) -> None:
+    """Compute ``reference.perturb``."""
+    signs = np.tile(np.array([1, -1], np.int8), len(address.members)) if signs is None else signs
+    units = len(address.members) * count_tiles(address.start, out.shape[1])
     arguments = (out, theta, scale, signs, field_arguments(address), address.members, address.start, int(reading))
     run_in_threads(perturb_tiles, units, *arguments)
 

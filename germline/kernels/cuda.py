@@ -251,11 +251,7 @@ def perturb(
     address: Address,
     reading: Reading,
 ) -> None:
-    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter.
-
-    Without ``signs`` each address stands for a mirrored pair: two rows of ``out``, of which the second has the opposite
-    noise.
-    """
+    """Compute ``reference.perturb``."""
     count, has_pairs = out.shape[1], signs is None
     rows = len(address.members)
     if rows and count:

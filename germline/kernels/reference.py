@@ -72,10 +72,16 @@ def fill(out: Array, address: Address, reading: Reading) -> None:
         out[:] = draw_integers(address, out.shape[1], reading)
 
 
-def perturb(out: Array, theta: Array, scale: Array, signs: Array, address: Address, reading: Reading) -> None:
-    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter."""
+def perturb(out: Array, theta: Array, scale: Array, signs: Array | None, address: Address, reading: Reading) -> None:
+    """Set out[i] to theta + (signs[i] * scale) * eps[i]; ``scale`` has one element or one per parameter.
+
+    Without ``signs`` each address stands for a mirrored pair: two rows of ``out``, of which the second has the opposite
+    noise.
+    """
     if out.size:
         eps = draw_integers(address, out.shape[1], reading)
+        if signs is None:
+            eps, signs = np.repeat(eps, 2, 0), np.tile(np.array([1, -1], np.int8), len(eps))
         out[:] = theta + (signs[:, None].astype(out.dtype) * scale) * eps.astype(out.dtype)
 
 

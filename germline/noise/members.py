@@ -156,7 +156,7 @@ class Noise:
         scale = scale_sigma(sigma, self.field.unit(None), theta)
         is_direct = device == out.device and out.is_contiguous() and (device.type != "cpu" or out.dtype == theta.dtype)
         buffer = out if is_direct else torch.empty(out.shape, dtype=theta.dtype, device=device)
-        uses_pairs = device.type == "cuda" and self.member_addresses.has_pairs  # a GPU draws the noise of a pair once
+        uses_pairs = self.member_addresses.has_pairs  # whose noise is drawn once
         signs = None if uses_pairs else to_kernel_device(self.signs, device)
         addresses = self.addresses[::2] if uses_pairs else self.addresses
         address = self._address(addresses, (start, start + theta.numel()), Stream.DENSE, device)

@@ -234,7 +234,11 @@ class MemberModule:
         self.parameters: list[torch.Tensor] = [*genome.parameters(module)]
         self.groups = list(group_slots(genome, AT_ONCE))
         size = max(group[-1].stop - group[0].start for group in self.groups)
-        self.row = torch.empty(1, size, dtype=genome.dtype, device=self.parameters[0].device)
+        self.is_small = len(self.groups) == 1
+        self.rows = torch.empty(1 + self.is_small, size, dtype=genome.dtype, device=self.parameters[0].device)
+        slots = genome.slots if self.is_small else ()
+        self.views = [[row[slot.start : slot.stop].view(slot.shape) for slot in slots] for row in self.rows]
+        self.pair: tuple[Candidates, int] | None = None  # the pair of members whose weights the rows hold
         owners = [
             (part._buffers, name) for part in module.modules() for name, x in part._buffers.items() if x is not None
         ]
@@ -244,12 +248,10 @@ class MemberModule:
     @torch.no_grad()
     def write(self, candidates: Candidates, member: int) -> nn.Module:
         """Return the module with a member's weights, and with buffers as they were at first."""
-        parameters = iter(self.parameters)
-        for group in self.groups:
-            start, stop = group[0].start, group[-1].stop
-            row = candidates.weights(np.array([member]), start, stop, self.row[:, : stop - start])[0]
-            views = [row[slot.start - start : slot.stop - start].view(slot.shape) for slot in group]
-            torch._foreach_copy_([next(parameters) for _ in group], views)
+        if self.is_small and candidates.field.mirrored:
+            self.write_one_of_pair(candidates, member)
+        else:
+            self.write_groups(candidates, member)
         used = self.used or [(original, -1) for _, _, original in self.buffers]
         self.used = []
         for (owner, name, original), (buffer, version) in zip(self.buffers, used, strict=True):
@@ -257,6 +259,22 @@ class MemberModule:
                 owner[name] = buffer = original.clone()
             self.used.append((buffer, buffer._version))
         return self.module
+
+    def write_one_of_pair(self, candidates: Candidates, member: int) -> None:
+        """Write a member; its noise is drawn together with that of the member that has the opposite noise."""
+        if self.pair is None or self.pair[0] is not candidates or self.pair[1] != member >> 1:
+            candidates.weights(np.array([member & ~1, member | 1]), 0, self.rows.shape[1], self.rows)
+            self.pair = candidates, member >> 1
+        torch._foreach_copy_(self.parameters, self.views[member & 1])
+
+    def write_groups(self, candidates: Candidates, member: int) -> None:
+        """Write a member, some of its parameters at a time."""
+        parameters = iter(self.parameters)
+        for group in self.groups:
+            start, stop = group[0].start, group[-1].stop
+            row = candidates.weights(np.array([member]), start, stop, self.rows[:1, : stop - start])[0]
+            views = [row[slot.start - start : slot.stop - start].view(slot.shape) for slot in group]
+            torch._foreach_copy_([next(parameters) for _ in group], views)
 
 
 def group_slots(genome: Genome, size: int) -> Iterator[list[Slot]]:

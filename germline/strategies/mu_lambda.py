@@ -129,7 +129,7 @@ class MuLambda(Strategy[State]):
         else:
             base = average_rows(parents, chosen[child])
         z = noise.perturb(torch.zeros_like(parents[0]), 1.0, start=start)
-        scale = torch.tensor([sigmas[i] for i in child], dtype=parents.dtype, device=device)
+        scale = torch.from_numpy(np.array(sigmas)[child]).to(device, parents.dtype)
         weights = base + scale[:, None] * z
         if old.any():
             numbers = np.minimum(members[old] - self.children, len(parents) - 1)
@@ -144,7 +144,8 @@ class MuLambda(Strategy[State]):
         tau = self.tau if self.tau is not None else 1 / math.sqrt(2 * state.size)
         mean = average_rows(torch.tensor(state.sigmas, dtype=torch.float64)[:, None], chosen)[:, 0]
         normal = torch.from_numpy(draw_normals(field, generation, self.children))
-        return [float(sigma) for sigma in (mean * exponential(normal * tau)).float()]
+        sigmas: list[float] = (mean * exponential(normal * tau)).float().tolist()
+        return sigmas
 
     def tell(self, state: State, result: GenerationResult, field: Field, *, maximize: bool, start: int = 0) -> State:
         if not np.isfinite(result.scores).any():
@@ -193,8 +194,8 @@ def draw_mates(field: Field, generation: int, children: int, parents: int, mates
 def draw_normals(field: Field, generation: int, children: int) -> NDArray[np.float64]:
     """Draw a nearly normal number for each child, in steps of 1/8."""
     halves = field.members(np.arange(children), generation).halves((0, HALVES), Stream.COEFFICIENT).numpy()
-    ones = np.array([[half.bit_count() for half in row] for row in halves.tolist()])
-    numbers: NDArray[np.float64] = (ones.sum(1) - 8 * HALVES) / 8.0
+    ones = np.bitwise_count(halves.view(np.uint32)).sum(1, dtype=np.int64)
+    numbers: NDArray[np.float64] = (ones - 8 * HALVES) / 8.0
     return numbers
 
 
