@@ -21,7 +21,7 @@ import germline as gl
 from germline.clock import clock
 from germline.engine.session import Session
 from germline.fleet import Local, executor
-from germline.fleet.pool import CAN_FORK, Pool, pools
+from germline.fleet.pool import CAN_FORK, NO_CUDA_AFTER_FORK, Pool, pools
 from germline.genome import theta_sha256
 from germline.objective import Batch, Objective
 from germline.population import Plan, SlowPath
@@ -237,6 +237,32 @@ def test_an_objective_of_the_model_may_train_another_one(tmp_path: Path) -> None
         return session.evaluate(0, None).scores.tolist()
 
     assert score(2) == score(1)
+
+
+@pytest.mark.parametrize("text", NO_CUDA_AFTER_FORK)
+def test_threads_run_code_that_uses_cuda_after_a_fork(text: str) -> None:
+    """Torch refuses CUDA in a process that was forked after its parent had used it: the run's plan is not at fault."""
+    parent = os.getpid()
+
+    def score(model: nn.Module) -> float:
+        if os.getpid() != parent:
+            raise RuntimeError(f"{text}: see the documentation")
+        return float(model(torch.ones(2)).detach())
+
+    sessions = [
+        Session.create(
+            gl.seeded(0, lambda: nn.Linear(2, 1)),
+            gl.OpenAIES(population=4, sigma=0.1, lr=0.1),
+            Objective(score, of_model=True),
+            Local("cpu", workers),
+            0,
+        )
+        for workers in (1, 2)
+    ]
+    for generation in range(2):
+        alone, forked = (session.evaluate(generation, None).scores.tolist() for session in sessions)
+        assert alone == forked
+    assert sessions[1].scorer.chosen_plan == sessions[0].scorer.chosen_plan
 
 
 def test_runs_in_several_threads_do_not_disturb_each_other() -> None:

@@ -44,7 +44,8 @@ SCORE_BYTES = 4
 MAX_TICKETS = 4096  # they fit into a pipe
 TICKET, END = struct.Struct("i"), -1  # END follows the numbers of all blocks, once for each child
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
-NO_CUDA_AFTER_FORK = "CUDA in forked subprocess"  # torch's words, where the parent has used a GPU already
+# what torch says in a child whose parent has used a GPU, or has only asked whether there is one
+NO_CUDA_AFTER_FORK = ("CUDA in forked subprocess", "CUDA error: initialization error")
 
 Bytes = NDArray[np.uint8]
 Blocks = NDArray[np.int64]  # the members of each block: (blocks, members)
@@ -146,7 +147,7 @@ class Pool:
             for message, category, filename, line in report.warnings:
                 warnings.warn_explicit(message, category, filename, line, registry=self.shown)
         failures = [report.failure for report in reports if report.failure is not None]
-        if any(NO_CUDA_AFTER_FORK in str(error) for _, error in failures):
+        if any(text in str(error) for _, error in failures for text in NO_CUDA_AFTER_FORK):
             raise NeedsParentError
         if failures:
             raise min(failures, key=lambda failure: failure[0])[1]  # as threads do: that of the first block
