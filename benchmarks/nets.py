@@ -1,4 +1,4 @@
-"""Networks of the benchmarks that are larger than a few layers, in plain torch: a Llama, a ResNet-18."""
+"""Networks of the benchmarks that are larger than a few layers, in plain torch."""
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +60,21 @@ class Llama(nn.Module):
             x = layer(x, self.angles)
         logits: Tensor = self.head(self.norm(x))
         return logits.flatten(0, 1)  # (batch * tokens, vocabulary)
+
+
+class Encoder(nn.Module):
+    """A classifier of sequences by torch's own transformer: 4 layers of 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(self.tokens(x)).mean(1))
+        return logits
 
 
 class ResidualBlock(nn.Module):

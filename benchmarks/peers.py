@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector
 
 sys.path.insert(0, str(Path(__file__).parent))
-from nets import TOKENS, VOCABULARY, Llama, ResNet18
+from nets import TOKENS, VOCABULARY, Encoder, Llama, ResNet18
 
 from germline.recipes.nuclei import SHAPES, UNet
 
@@ -52,9 +52,14 @@ HIDDEN, STEPS = 64, 48  # of the LSTM
 TORCH_CHUNK = 8  # members that torch evaluates at once
 JAX_CHUNK = {"mlp": 8, "lenet": 4, "lstm": 16}  # members that JAX evaluates at once
 
-Kind = Literal["mlp", "lenet", "lstm", "llama", "unet", "resnet"]
+Kind = Literal["mlp", "lenet", "lstm", "llama", "encoder", "unet", "resnet"]
 Generation = Callable[[], object]
-LARGE: dict[str, Callable[[], nn.Module]] = {"llama": Llama, "unet": lambda: UNet(*SHAPES["large"]), "resnet": ResNet18}
+LARGE: dict[str, Callable[[], nn.Module]] = {
+    "llama": Llama,
+    "encoder": Encoder,
+    "unet": lambda: UNet(*SHAPES["large"]),
+    "resnet": ResNet18,
+}
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def build(work: Work) -> nn.Module:
 def batch(work: Work) -> tuple[Any, Any]:
     """Return the shared examples: standard normal inputs and classes; tokens, numbers or masks where a net has them."""
     rng = np.random.default_rng(0)
+    if work.kind == "encoder":
+        return rng.integers(0, VOCABULARY, (work.batch, TOKENS)), rng.integers(0, 10, work.batch)
     if work.kind == "llama":
         tokens = rng.integers(0, VOCABULARY, (work.batch, TOKENS + 1))
         return tokens[:, :-1], tokens[:, 1:].reshape(-1)

@@ -55,6 +55,7 @@ ROWS = {
     "lenet": Row(Work("lenet", 256, 64), 1.0, 0.6),
     "lstm": Row(Work("lstm", 256, 64), 0.8, 0.6),
     "llama": Row(Work("llama", 16, 8), low_rank_of_inference=1.0),
+    "encoder": Row(Work("encoder", 16, 8)),
     "unet-large": Row(Work("unet", 16, 16)),
     "resnet": Row(Work("resnet", 8, 8)),
     "mnist-cores": Row(Work("mlp", 512, 512, (784, 64, 10))),

@@ -1,7 +1,7 @@
 """Attention of a block of members.
 
-On a GPU, self-attention is computed for many members at once. On a CPU, ``F.scaled_dot_product_attention`` is torch's
-fused one for the sequences of all members; torch's plain one, for which vmap has a rule, takes twice as long.
+Self-attention without masks is computed for many members at once. On a CPU, ``F.scaled_dot_product_attention`` is
+torch's fused one for the sequences of all members; torch's plain one, for which vmap has a rule, takes twice as long.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ NAMES = {"query", "key", "value", "need_weights", "is_causal", "key_padding_mask
 
 
 def attends_to_itself(module: Any, arguments: dict[str, Any]) -> bool:
-    """Return whether a call is plain self-attention on a GPU: without masks, and for its output alone."""
+    """Return whether a call is plain self-attention: without masks, and for its output alone."""
     query, get = arguments["query"], arguments.get
     is_self = get("key") is query and get("value") is query and get("need_weights", True) is False
     has_masks = get("key_padding_mask") is not None or get("attn_mask") is not None or get("is_causal")
@@ -28,7 +28,7 @@ def attends_to_itself(module: Any, arguments: dict[str, Any]) -> bool:
     is_trained = {"in_proj_weight", "in_proj_bias"} <= set(module.trained_slots)
     is_trained = is_trained and {"weight", "bias"} <= set(getattr(module.out_proj, "trained_slots", ()))
     is_known = set(arguments) <= NAMES and is_plain and not module.add_zero_attn
-    return is_self and not has_masks and is_known and is_trained and query.device.type == "cuda"
+    return is_self and not has_masks and is_known and is_trained
 
 
 def attention(call: LayerCall) -> tuple[Tensor, None]:

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from germline.population.rules.attention import attend
+from germline.population.rules.linear import linear_function
 from germline.population.rules.losses import binary_cross_entropy_with_logits, cross_entropy
 from germline.population.rules.pending import materialize
 from germline.population.rules.pooling import max_pool2d
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), max_pool2d),
+    F.linear: linear_function,
     F.scaled_dot_product_attention: attend,
     F.cross_entropy: cross_entropy,
     F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,

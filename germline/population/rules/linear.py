@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from germline.kernels import kernel_device, kernels_for
 from germline.noise import cached_tensor
-from germline.population.block import Block
+from germline.population.block import Block, current_block
 from germline.population.rules import blend
 from germline.population.rules.layer import Layer, LayerCall
 from germline.population.rules.passes import fuse_epilogue
@@ -122,6 +123,23 @@ def multiply_narrow(call: LayerCall, inputs: tuple[Tensor, ...], relu_inputs: bo
     arrays = (weight, a, b, bias, scales, member_address)
     kernels_for(out.device).narrow_linear(out, inputs, relu_inputs, *arrays, fused.relu)
     return apply_epilogue(out, rest).view(block.size, *sizes, rows)
+
+
+def linear_function(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``F.linear``; with weights of members on a CPU, by products that are several times as fast as vmap's."""
+    block, is_batched = current_block.block, torch._C._functorch.is_batchedtensor
+    has_members = is_batched(weight) and weight.dim() == 2 and (bias is None or is_batched(bias))
+    is_in_block = block is not None and block.vmap_index is not None and block.single_member is None
+    if not (has_members and is_in_block and x.device.type == "cpu"):
+        return F.linear(x, weight, bias)
+    assert block is not None
+
+    def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
+        rows = inputs[0] if batched[0] else inputs[0].expand(block.size, *inputs[0].shape)
+        return [batched_linear(rows, inputs[1], inputs[2] if bias is not None else None)]
+
+    (out,) = block.call_once([x, weight] + ([] if bias is None else [bias]), compute)
+    return out
 
 
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
