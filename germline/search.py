@@ -179,6 +179,7 @@ class Search:
         self._session.recipe = recipe  # for workers that were given none
         self._shapes: Any = ()  # of the inputs on which the module was last tried
         self._has_joined = False
+        self._is_asked = False  # whether members of this generation were handed out
         self._run = Path(run) if run is not None else None
         self._started = time.perf_counter()
         if journal is not None:
@@ -305,6 +306,7 @@ class Search:
             with exact_arithmetic(scorer.device), seeded_generators(0), torch.inference_mode(False), torch.no_grad():
                 yield
 
+        self._is_asked = True
         generation = Generation(candidates, None, scorer.genome, None)
         numbers = np.arange(strategy.population)
         return Members(generation, numbers, find_evaluator, fall_back, run, settings, single_threaded_torch)
@@ -324,6 +326,8 @@ class Search:
         if numbers.shape != (session.strategy.population,):
             message = f"There are {session.strategy.population} members, but the scores have shape {numbers.shape}"
             raise BadInput(f"{message}: give one score for each member.")
+        if not self._is_asked:
+            raise BadInput(f"There are no members of generation {session.generation} to tell the scores of: ask first.")
         result = GenerationResult(session.generation, numbers, session.values(session.generation))
         self._advance(result, numbers.size)
 
@@ -345,6 +349,7 @@ class Search:
             self._create_journal(self._run)
         session.advance(result)
         session.generation += 1
+        self._is_asked = False
         self._started = time.perf_counter()
         theta = theta_sha256(session.state.theta) if session.driver.records_theta and self._run is not None else None
         info: dict[str, Any] = {"seconds": round(self._started - started, 6), "samples": samples}
@@ -412,6 +417,7 @@ class Search:
             "fixed_norms": session.fixed_norms,
             "layout": session.scorer.genome.fingerprint,
             "generation": session.generation,
+            "is_asked": self._is_asked,
             "tree": tree,
             "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
         }
@@ -440,4 +446,5 @@ class Search:
         tensors = {name: tensor.to(device, copy=True) for name, tensor in state["tensors"].items()}
         restored.state = unpack(restored.state, state["tree"], tensors)
         restored.generation, self._session, self._has_joined = state["generation"], restored, False
+        self._is_asked = state.get("is_asked", True)
         restored.journal, restored.path, restored.recipe = session.journal, session.path, session.recipe

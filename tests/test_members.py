@@ -165,6 +165,55 @@ def test_code_that_takes_another_path_later_falls_back() -> None:
     assert_close(outputs, plain_outputs(search, longer))
 
 
+def test_calls_of_the_same_shapes_do_not_run_the_code_of_the_module_again() -> None:
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 8), nn.Linear(8, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(1)
+            out: Tensor = self.second(torch.tanh(self.first(x)))
+            return out
+
+    calls: list[int] = []
+    for strategy in (gl.OpenAIES(population=6), gl.OpenAIES(population=6, rank=1), gl.GA(population=6, parents=2)):
+        search = gl.Search(gl.seeded(1, Policy), strategy)
+        members = search.ask()
+        for _ in range(3):
+            members.map(torch.zeros(6, 4, 3))
+        before, x = len(calls), torch.randn(6, 4, 3)
+        outputs = members.map(x)
+        assert len(calls) == before
+        assert_close(outputs, plain_outputs(search, x))
+
+
+def test_an_input_that_the_module_cannot_read_changes_nothing() -> None:
+    search = gl.Search(gl.seeded(1, lambda: nn.Linear(3, 2)), gl.OpenAIES(population=6))
+    members, x = search.ask(), torch.randn(6, 4, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowPath)
+        before = members.map(x)
+        with pytest.raises(BadInput, match=r"inputs of one member \(\(4, 2\) float32\): .*shapes cannot be multiplied"):
+            members.map(x[..., :2])
+        with pytest.raises(BadInput, match="float64"):
+            members.map(x.double())
+        assert torch.equal(members.map(x), before)
+    assert not search._session.scorer.chosen_plan.one_by_one
+
+
+def test_only_members_that_were_asked_for_have_scores_to_tell() -> None:
+    search = gl.Search(nn.Linear(3, 2), gl.OpenAIES(population=6))
+    with pytest.raises(BadInput, match="generation 0 to tell the scores of: ask first"):
+        search.tell(np.zeros(6))
+    search.ask()
+    search.ask()
+    search.tell(np.arange(6.0))
+    with pytest.raises(BadInput, match="generation 1 to tell"):
+        search.tell(np.arange(6.0))
+    assert search.generation == 1
+
+
 def test_a_module_that_changes_its_buffers_is_run_one_by_one() -> None:
     class Counting(nn.Module):
         count: Tensor
@@ -228,6 +277,7 @@ def test_tell_is_step_and_train(name: str, tmp_path: Path) -> None:
     resumed = gl.Search(make(), strategy, seed=99, fleet=fleet, resume=tmp_path / "asked")
     for record in records[3:]:
         stepped.step(x, y)
+        resumed.ask()
         resumed.tell(record.result.scores.tolist())
     hashes = {theta_sha256(search._session.state.theta) for search in (stepped, resumed)}
     assert hashes == {result.summary["theta_sha256"]}
@@ -242,6 +292,7 @@ def test_nan_is_survived_and_a_search_is_saved_between_ask_and_tell() -> None:
 
     one, scores = make(), [float("nan"), 1.0, 2.0, float("inf"), -float("inf"), 1e300]
     x = torch.randn(4, 3)
+    one.ask()
     one.tell([0.0, 1, 2, 3, 4, 5])
     asked = one.ask()(x)
     other = make()

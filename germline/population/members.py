@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_map
 
-from germline.errors import BadInput
+from germline.errors import BadInput, format_error
 from germline.objective import Batch
 from germline.population.block import Block, Generation, current_block
 from germline.population.buffers import ALIGNMENT
@@ -217,9 +217,23 @@ class Members:
             except Exception as error:  # code that takes another path with these inputs than it took in the check
                 if self.fall_back is None or self.evaluator.plan.one_by_one:
                     raise
+                self._try_plain_module(call)
                 self.evaluator = self.fall_back(error)
                 self.blocks, self.prepared, self.quick = [], {}, {}
                 return self._run_blocks(call)
+
+    def _try_plain_module(self, call: Call) -> None:
+        """Run the plain module on the inputs of one member; what it cannot read, members cannot read either."""
+        assert self.evaluator is not None
+        one = call.of_member(0)
+        with self.evaluator.make_plain().member_module(self.generation, int(self.numbers[0])) as (module, _):
+            try:
+                module(*one.args, **one.kwargs)
+            except Exception as error:
+                tensors = [x for x in tree_flatten((one.args, one.kwargs))[0] if isinstance(x, Tensor)]
+                inputs = ", ".join(f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in tensors)
+                message = f"The module raises an error for the inputs of one member ({inputs})"
+                raise BadInput(f"{message}: {format_error(error)}") from error
 
     def _run_blocks(self, call: Call) -> Any:
         evaluator = self.evaluator

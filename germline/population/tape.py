@@ -59,10 +59,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and write it down."""
         read: set[str] = set()
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        output = function(*args, **kwargs)
+        if function._overloadname == "out" and isinstance(output, Tensor):  # the tape has memory of its own for it
+            function = getattr(function.overloadpacket, "default", function)
+            kwargs.pop("out", None)
+            self.names.pop(id(output), None)
         arguments = [self._write(value, read) for value in args]
         arguments += [f"{name}={self._write(value, read)}" for name, value in kwargs.items()]
-        output = function(*args, **kwargs)
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if function._schema.is_mutable or is_random or function._schema.name in READS:
             self.is_valid = False  # such code runs as it is
