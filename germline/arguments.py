@@ -26,6 +26,7 @@ T = TypeVar("T")
 ARGUMENT, SETTING = "{}=", "The setting {}"  # how a message calls a value
 NAMES = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a text", Path: "a path"}
 NAMES |= {type(None): "None", collections.abc.Callable: "a function", collections.abc.Mapping: "a dict"}  # type: ignore[dict-item]
+OF_STRATEGIES = ("population", "sigma", "lr", "rank", "shaping", "optimizer", "weight_decay")  # settings, not arguments
 LARGEST = 1 << 63  # whole numbers are smaller
 CONTAINERS = (list, tuple, collections.abc.Sequence)
 
@@ -50,6 +51,10 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in OF_STRATEGIES:
+            if name in kwargs and name not in signature.parameters:
+                message = f"{name}= is a setting of the strategy"
+                raise BadInput(f"{message}: write strategy=gl.OpenAIES({name}={show(kwargs[name])}).")
         bound = signature.bind(*args, **kwargs)
         hints = read_hints(function)
         for name, value in bound.arguments.items():

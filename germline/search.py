@@ -106,7 +106,7 @@ class Search:
         trainable: The parameters to train, by patterns of their names, such as ``["*.lora_*", "head"]``: sets
             ``requires_grad`` of all parameters. Give it again to resume.
         run: The directory of a journal to create: then every generation is on disk when ``step`` or ``tell`` returns.
-        resume: The directory of a search to go on with.
+        resume: The directory of a search to go on with, with its strategy and its seed.
 
     >>> import torch
     >>> from torch import nn
@@ -156,11 +156,16 @@ class Search:
             raise BadInput("Give run= for a new search or resume= for one to go on with, not both.")
         journal = Journal.open(Path(resume)) if resume is not None else None
         if journal is not None:
-            given = find_strategy(strategy)() if isinstance(strategy, str) else strategy
+            named = isinstance(strategy, str) and strategy != "auto"
+            given = find_strategy(str(strategy))() if named else None if isinstance(strategy, str) else strategy
+            if given is not None and not named:  # a name says nothing about the settings
+                opening.check_same_settings(given, journal.header, str(journal.path))
             strategy, seed = restore_strategy(journal.header, given), journal.header["seed"]
-        if strategy == "auto" or (strategy is None and goal.function is not refuse_step):
-            strategy = choose_strategy(count_parameters(model), has_loss=loss is not None)
-        strategy = find_strategy(strategy)() if isinstance(strategy, str) else strategy or OpenAIES()
+        if strategy is None or strategy == "auto":
+            is_asked = goal.function is refuse_step  # a probe scores members, which ask and tell leave to the caller
+            has_loss = loss is not None
+            strategy = OpenAIES() if is_asked else choose_strategy(count_parameters(model), has_loss=has_loss)
+        strategy = find_strategy(strategy)() if isinstance(strategy, str) else strategy
         fleet = fleet or Local()
         needs_dev = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).select_on == "dev"
         if strategy.kind == "train_members" or needs_dev:

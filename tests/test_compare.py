@@ -72,6 +72,13 @@ def test_a_strategy_that_fails_is_a_row_with_its_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_runs_by_default_can_be_compared(tmp_path: Path) -> None:
+    done = call("compare", "digits", "--strategies", "auto,ga", *SMALL, "--seeds", "1", "--generations", "2", "--json",
+                "--runs", str(tmp_path))  # fmt: skip
+    assert {row["variant"] for row in json.loads(done.stdout)["rows"]} == {"auto", "ga"}
+
+
+@pytest.mark.slow
 def test_an_interrupted_comparison_is_resumed(tmp_path: Path) -> None:
     words = ["compare", "digits", "--strategies", "openai-es", "--generations", "400", "--seeds", "1", *SMALL]
     words += ["--runs", str(tmp_path), "--json"]

@@ -469,3 +469,21 @@ def test_targets_may_be_dicts_and_tuples_of_tensors(tmp_path: Path) -> None:
         assert search._session.scorer.chosen_plan.method == "population"
     assert kinds == {dict, tuple}
     assert len(hashes) == len(scores) == 1
+
+
+def test_a_setting_of_the_strategy_is_no_argument_and_says_so() -> None:
+    options: Any = {"sigma": 0.1}
+    with pytest.raises(
+        gl.BadInput, match=r"sigma= is a setting of the strategy: write strategy=gl.OpenAIES\(sigma=0.1\)"
+    ):
+        gl.train(nn.Linear(3, 2), (X[:, :, 0, 0], Y), loss=F.cross_entropy, **options)
+
+
+def test_ask_needs_no_strategy_and_takes_auto(tmp_path: Path) -> None:
+    assert len(gl.Search(nn.Linear(3, 2), "auto").ask()) == len(gl.Search(nn.Linear(3, 2)).ask())
+    search = gl.Search(nn.Linear(3, 2), gl.OpenAIES(population=6, lr=0.1), run=tmp_path / "r")
+    search.ask()
+    search.tell(range(6))
+    with pytest.raises(gl.BadInput, match=r"was started with population=6, not 8"):
+        gl.Search(nn.Linear(3, 2), gl.OpenAIES(population=8), resume=tmp_path / "r")
+    assert gl.Search(nn.Linear(3, 2), "auto", resume=tmp_path / "r").strategy == gl.OpenAIES(population=6, lr=0.1)

@@ -262,6 +262,36 @@ def test_a_baseline_for_a_score_without_a_gradient(here: Path) -> None:
     assert not Path("runs/normed-openai-es-0").exists()
 
 
+STEPS = """
+import torch, germline as gl
+from torch import nn
+
+def profit(output, target):
+    return (output.round() * target).mean()
+
+def recipe(*, seed: int = 0) -> gl.Recipe:
+    x = torch.linspace(-1, 1, 40)[:, None]
+    return gl.Recipe(gl.seeded(seed, lambda: nn.Linear(1, 1)), (x, x), dev=(x, x), test=(x, x), score=profit,
+                     strategy=gl.OpenAIES(population=16), generations=4{others})
+"""
+
+
+def test_a_baseline_is_compared_by_the_score_where_there_is_no_metric(here: Path) -> None:
+    others = ", baseline_loss=nn.functional.mse_loss"
+    Path("steps.py").write_text(STEPS.replace("{others}", others))
+    output, _ = invoke("train", "steps.py", "--baseline", "--name", "r")
+    assert "test score " in output
+    assert "by backprop on the same net and data" in output
+
+
+def test_a_gradient_of_zero_is_no_baseline(here: Path) -> None:
+    Path("steps.py").write_text(STEPS.replace("{others}", ""))
+    _, error = invoke("train", "steps.py", "--baseline", "--name", "r", code=2)
+    assert "The gradient of the loss is 0 everywhere" in error
+    assert "The recipe has no baseline_loss" in error
+    assert not Path("runs/r").exists()
+
+
 def test_a_comparison_of_which_all_runs_failed_is_a_failure(tmp_path: Path) -> None:
     words = ["compare", "threshold-digits", "--strategies", "gradient", "--generations", "2", "--seeds", "1"]
     done = call(*words, "--set", "recipe.weights=binary", "--runs", str(tmp_path), code=1)

@@ -283,6 +283,37 @@ def test_the_best_weights_are_kept(strategy: Any, tmp_path: Path) -> None:
         gl.train(**peak(dev=None), keep="best", run=tmp_path / "none")
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_the_initial_weights_may_be_the_best(is_resumed: bool, tmp_path: Path) -> None:
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    model = gl.seeded(1, lambda: nn.Linear(4, 3))
+    y = model(x).argmax(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings: Any = {"dev": (x, y), "score": gl.accuracy, "evaluate_every": 2, "keep": "best"}
+    settings["strategy"] = gl.OpenAIES(population=8, sigma=3.0, lr=3.0)
+    options: Any = {"run": tmp_path / "run"}
+    if is_resumed:
+        with pytest.warns(gl.NoProgress):
+            gl.train(model, (x, y), **settings, generations=4, **options)
+        model.load_state_dict(before)
+        options = {"resume": tmp_path / "run"}
+    with pytest.warns(gl.NoProgress, match="No generation was better on the dev set than the weights"):
+        result = gl.train(model, (x, y), **settings, generations=8, **options)
+    assert result.summary["kept_generation"] == 0
+    assert result.summary["metrics"]["dev_accuracy"] == 1.0
+    assert all(torch.equal(value, before[name]) for name, value in result.model.state_dict().items())
+    assert result.summary["generations"] == 8
+
+
+def test_patience_begins_with_the_initial_weights() -> None:
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    model = gl.seeded(1, lambda: nn.Linear(4, 3))
+    strategy = gl.OpenAIES(population=8, sigma=3.0, lr=3.0)
+    result = gl.train(model, (x, model(x).argmax(1)), dev=(x, model(x).argmax(1)), score=gl.accuracy, patience=2,
+                      strategy=strategy, evaluate_every=3, generations=100, run=False)  # fmt: skip
+    assert result.summary["generations"] == 6
+
+
 def test_all_ranks_keep_the_best_weights(tmp_path: Path) -> None:
     alone = gl.train(**peak(), generations=60, keep="best", run=False)
     models = [peak()["model"] for _ in range(2)]

@@ -223,6 +223,24 @@ def test_a_run_is_not_resumed_with_something_else(what: str, tmp_path: Path) -> 
         resume(tmp_path / "run", other_recipes()[what])
 
 
+@pytest.mark.parametrize("what", ["loss", "code"])
+def test_a_run_does_not_go_on_with_another_score(what: str, tmp_path: Path) -> None:
+    """A header cannot hold a function: members of generation 0 are scored again."""
+    train(tmp_path / "run", 12)
+    other = make_recipe(loss=lambda output, target: F.multi_margin_loss(output, target))
+    if what == "code":
+        other = make_recipe(model=seeded(0, lambda: nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 3))))
+    with pytest.raises(BadInput, match=r"first members of generation 0 have the scores .*, and had "):
+        resume(tmp_path / "run", other)
+    assert resume(tmp_path / "run").generation == 12
+
+
+def test_weights_are_as_readable_as_other_files(tmp_path: Path) -> None:
+    train(tmp_path / "run", 3)
+    modes = {oct(file.stat().st_mode) for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    assert len(modes) == 1
+
+
 @pytest.mark.parametrize("key", ["noise_version", "format"])
 def test_another_version_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "run", 3)
@@ -362,7 +380,7 @@ def test_the_memory_of_a_replay_does_not_grow_with_the_run(tmp_path: Path, is_re
     recipe = make_recipe(strategy=OpenAIES(population=4096), batch_size=1)
     session = start(tmp_path / "run", recipe)
     journal = session.require_journal()
-    scores = np.random.default_rng(0).random(4096, np.float32)
+    scores = session.evaluate(0, session.batch(0)).scores
     for generation in range(300):
         result = GenerationResult(generation, scores, {"sigma": 0.05, "lr": 0.02})
         journal.append(Record(result, None, {"seconds": 0.0, "samples": 0, "bytes": [0, 0]}))

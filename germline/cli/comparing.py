@@ -27,7 +27,7 @@ def compare(
     machine: MachineOptions,
     output: OutputOptions,
     options: ComparisonOptions,
-    strategies: Annotated[str, Option(help="names or module:Class of strategies, with commas")] = STANDARD,
+    strategies: Annotated[str, Option(help="names or module:Class of strategies, or auto, with commas")] = STANDARD,
     seeds: Seeds = 3,
     settings: Annotated[
         list[str] | None,
@@ -39,7 +39,8 @@ def compare(
     from germline.recipes import recipe_address
     from germline.strategies import find_strategy
 
-    names = {find_strategy(text.strip()).name: text.strip() for text in strategies.split(",")}
+    texts = [text.strip() for text in strategies.split(",")]
+    names = {text if text == "auto" else find_strategy(text).name: text for text in texts}
     own = {name: ["--strategy", text] for name, text in names.items()}
     common: list[str] = []
     for setting in settings or []:

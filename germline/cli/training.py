@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -72,11 +72,10 @@ def train(
     about_run = {**about, "command": shlex.join(["germline", "train", recipe, *words])}
     second = start(other, other_path, about=about_run, stop=same_time)
     compared = run_to_end(second, same_time, as_json=False, quiet=True)
-    for key, value in summary["metrics"].items():
-        if key.startswith("test_") and not key.endswith(("_loss", "_score")):
-            first = f"{format_metric(key, value)} by {summary['strategy']}, without a gradient"
-            by_backprop = f"{format_metric(key, compared['metrics'][key])} by backprop on the same net and data"
-            print(f"{first}; {by_backprop} in the same {summary['seconds']:.1f} s")
+    for key in choose_compared(summary["metrics"]):
+        first = f"{format_metric(key, summary['metrics'][key])} by {summary['strategy']}, without a gradient"
+        by_backprop = f"{format_metric(key, compared['metrics'][key])} by backprop on the same net and data"
+        print(f"{first}; {by_backprop} in the same {summary['seconds']:.1f} s")
     write_report([read_run(session.path), read_run(second.path)], session.path / "report.html")
     if output.json_:
         print(json.dumps(summary))
@@ -245,6 +244,22 @@ def check_baseline(recipe: "Recipe", path: Path, fleet: "Fleet") -> None:
             raise
         advice = "name one with gl.Recipe(..., baseline_loss=...), or leave out --baseline"
         raise BadInput(f"{error} The recipe has no baseline_loss for backprop either: {advice}.") from None
+
+
+def choose_compared(metrics: Mapping[str, float]) -> list[str]:
+    """Return the metrics of the test set by which two runs are compared, or else their losses or scores.
+
+    >>> choose_compared({"test_loss": 0.1, "test_accuracy": 0.9, "dev_accuracy": 0.8})
+    ['test_accuracy']
+    >>> choose_compared({"dev_score": 1.0, "train_score": 2.0})
+    ['dev_score']
+    """
+    is_goal = {key: key.endswith(("_loss", "_score")) for key in metrics}
+    for split in ("test_", "dev_", "train_"):
+        known = [key for key in metrics if key.startswith(split)]
+        if known:
+            return [key for key in known if not is_goal[key]] or known
+    return []
 
 
 def resume_command(session: "Session", strategy: str | None, fleet: options.FleetOptions | None) -> str:

@@ -179,6 +179,9 @@ class Differentiate(Driver):
                 message = f"The loss has no gradient, which the strategy {strategy.name} needs: use openai-es for it."
                 raise BadInput(message) from error
             raise
+        if generation == 0 and not bool(gradient.any()):
+            message = f"The gradient of the loss is 0 everywhere, and the strategy {strategy.name} needs one"
+            raise BadInput(f"{message}: use openai-es for scores that are made of steps.")
         return GenerationResult(generation, scores, values, gradient)
 
     def _dev_batch(self, session: "Session", generation: int) -> Batch | None:

@@ -48,6 +48,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             remove_partial(partial)
             code = re.search(r"code: (\d+)", str(error))
             raise OSError(int(code[1]) if code else errno.EIO, str(error)) from error
+        (partial / "tensors").chmod(partial.stat().st_mode & 0o666)  # the library makes it private
 
 
 def remove_partial(partial: Path) -> None:

@@ -428,7 +428,7 @@ def has_type(value: Any, kind: Any) -> bool:
 
 def check_info(info: dict[str, Any], what: str) -> dict[str, Any]:
     """Return the info of a record if it has the types that ``Session`` gives it."""
-    sizes, tables = info.get("bytes"), [info.get(name, {}) for name in ("metrics", "diagnostics")]
+    sizes, tables = info.get("bytes"), [info.get(name, {}) for name in ("metrics", "diagnostics", "start")]
     is_valid = all(has_type(info.get(name), kind) for name, kind in INFO.items())
     is_valid = is_valid and len(sizes or []) == 2 and all(has_type(size, int) for size in sizes or [])
     for table in tables:

@@ -33,6 +33,8 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
         session.eval_splits = ("train", *session.eval_splits)
     session.measure_part, session.part_used = stop.part_used, stop.part_used(session, session.samples)
     delay = COMMIT_DELAY if all(getattr(callback, "can_wait", False) for callback in callbacks) else 0.0
+    if session.generation == 0 and (session.keeps_best or stop.patience is not None):
+        session.measure_start()
     unreported: list[Row] = []
     can_warn = session.fleet.group.owns_journal
     with interruptible(session):
@@ -56,7 +58,11 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
         passes = session.samples // session.batch_size
         message = f"The choice of sigma took {passes} evaluations, and left none for a first generation"
         warnings.warn(f"{message}: raise the limit, or choose sigma yourself.", NoProgress, stacklevel=4)
-    return session.finish(reason, lambda generation: replay_theta(session, generation))
+    summary = session.finish(reason, lambda generation: replay_theta(session, generation))
+    if summary["kept_generation"] == 0 < session.generation and can_warn:
+        message = "No generation was better on the dev set than the weights that the run began with, which are kept"
+        warnings.warn(f"{message}: try a smaller sigma and learning rate.", NoProgress, stacklevel=4)
+    return summary
 
 
 def find_end(session: Session, stop: Stop) -> str | None:

@@ -1,11 +1,12 @@
 """Ways to get hold of a run: set up, start, resume, or open it for a replay."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from germline import noise
@@ -22,15 +23,18 @@ from germline.engine.probe import probe_sigma
 from germline.engine.replay import apply_probe, replay
 from germline.engine.session import Session
 from germline.engine.stopping import Stop
-from germline.errors import BadInput
+from germline.errors import BadInput, count
 from germline.fleet.local import Local
-from germline.fleet.protocol import Fleet
+from germline.fleet.protocol import Fleet, Scores
 from germline.genome import Genome, copy_module, frozen_sha256
 from germline.objective import Batches, Data, Objective
-from germline.population import Plan
+from germline.population import Plan, exact_arithmetic, score_first_members, single_threaded_torch
 from germline.recipes import Recipe
 from germline.stages import announce_stage
 from germline.strategies import AnyStrategy, GradientStrategy
+
+COMPARED = 4  # members of generation 0 whose scores are compared before a run goes on
+TOLERANCES = {"float32": 0.01, "bfloat16": 0.1}  # of their median difference, as a part of the largest score
 
 
 def set_up(recipe: Recipe, fleet: Fleet, seed: int) -> Session:
@@ -144,7 +148,7 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     device = session.scorer.device
     group.agree(lambda: {"noise on its device": noise.field_digest(device), "kind of device": device.type})
     announce_stage("replaying the journal")
-    group.on_journal_rank(lambda: replay(session))
+    group.on_journal_rank(lambda: replay_and_check(session))
     about = dict(session.totals()), asdict(session.scorer.chosen_plan), session.probed
     totals, plan, session.probed = group.broadcast(about)
     best = totals.pop("best")
@@ -161,6 +165,39 @@ def resume(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
     choose_sigma(session)
     session.share_update()
     return session
+
+
+def replay_and_check(session: Session) -> None:
+    """Replay a run that is to go on, and make sure that it goes on with the same score and the same module's code.
+
+    A few members of generation 0 are scored again, as plain copies of the module. Objectives of the whole model are not
+    compared, because their scores may differ from call to call.
+    """
+    replay(session)
+    journal, scorer = session.require_journal(), session.scorer
+    plan = Plan(**journal.header["plan"])
+    first = next((record.result for record in journal.records() if record.result.generation == 0), None)
+    is_alike = session.strategy.kind == "evolve" and not (plan.dropout or plan.renewed)
+    batch = session.batch(0)
+    if not is_alike or batch is None or first is None or 0 not in journal.snapshots():
+        return
+    state = journal.load(session.state, 0, scorer.device)
+    candidates = session.strategy.ask(state, session.noise, 0, first.values)
+    with single_threaded_torch(), exact_arithmetic(scorer.device):
+        plain = scorer.build_evaluator(Plan(1, "isolated", vectorized=False))
+        scores = score_first_members(plain, candidates, batch, min(COMPARED, first.scores.size))
+    recorded, tolerance = first.scores[: len(scores)], TOLERANCES[plan.dtype]
+    if np.isfinite(recorded).all():
+        difference = np.abs(scores.astype(np.float64) - recorded) / max(np.abs(recorded).max(), 1e-30)
+        if not np.median(difference) <= tolerance:
+            message = f"The score, the data or the code of the module is not that of {journal.path}"
+            values = f"the first members of generation 0 have the scores {format_scores(scores)}"
+            raise BadInput(f"{message}: {values}, and had {format_scores(recorded)}.")
+
+
+def format_scores(scores: Scores) -> str:
+    """Return scores as a text."""
+    return ", ".join(f"{score:.4g}" for score in scores)
 
 
 def rebuild(recipe: Recipe, journal: Journal | None, fleet: Fleet) -> Session:
@@ -187,8 +224,18 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     session = Session.create(recipe.model, strategy, recipe.goal(), fleet, header["seed"], plan=plan, norms=norms)
     assert session.scorer.module is not None
     frozen = frozen_sha256(session.scorer.module)
+    layout = session.scorer.genome.describe()
+    if layout != header["layout"]:
+        message = f"The model is not that of {run}: a run goes on only with what it began with"
+        trained = f"The run trains {list_parameters(header['layout'])}, and this model {list_parameters(layout)}"
+        raise BadInput(f"{message}. {trained}; trainable= has to be given again.")
+    train, size = splits.get("train"), recipe.batch_size
+    given = min(size, train.length) if size is not None and train is not None else None
+    is_multiple = strategy.kind == "differentiate" and cast(GradientStrategy[Any], strategy).per_worker
+    if given not in (None, header["batch_size"]) and not is_multiple:
+        message = f"{run} was started with batch_size={header['batch_size']}, not {size}"
+        raise BadInput(f"{message}: a run keeps its settings.")
     differences = {
-        "model": (session.scorer.genome.describe(), header["layout"]),
         "objective": (session.scorer.objective.maximize, header["maximize"]),
         "simulator": (name_simulator(session.scorer.objective), header.get("simulator")),
         "order of the batches": (recipe.shuffle, header["shuffle"]),
@@ -204,6 +251,16 @@ def rebuild_from_header(recipe: Recipe, header: Mapping[str, Any], fleet: Fleet,
     if session.batches is not None or session.scorer.objective.of_model:
         session.scorer.try_module(session.batch(0))
     return session
+
+
+def list_parameters(layout: Sequence[Any]) -> str:
+    """Return what a layout describes in a few words.
+
+    >>> list_parameters([["head.weight", [3, 4], "torch.float32", []], ["head.bias", [3], "torch.float32", []]])
+    '2 parameters (head.weight 3 x 4, head.bias 3)'
+    """
+    shown = [f"{name} {' x '.join(map(str, shape))}".strip() for name, shape, *_ in layout[:3]]
+    return f"{count(len(layout), 'parameter')} ({', '.join(shown)}{', ...' if len(layout) > len(shown) else ''})"
 
 
 def replay_alone(session: Session, generation: int) -> Session:

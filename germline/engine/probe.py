@@ -37,6 +37,7 @@ LARGEST_RATE = 0.8  # the largest learning rate, in sigmas
 EVEN_RATIO = 1.5  # of the two sigmas of a smooth score, above which curvature is alike in all directions
 LARGEST_LOSS = 0.3  # of what members have lost where they are clearly worse, by their mean
 LARGEST_SPREADS = 3.0  # standard deviations by which members are worse than the center if it is more than lucky
+LEAST_GAP = 0.5  # standard deviations of members by which the center is then better than the best of them, if not that
 
 
 def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
@@ -129,13 +130,32 @@ def find_step_sigma(score: Callable[[float], Scores], *, maximize: bool) -> tupl
     sign = 1 if maximize else -1
     center = sign * finite_mean(score(SIGMAS[-1]))
     for i in reversed(range(len(SIGMAS))):
-        loss, spread = center - sign * finite_mean(score(SIGMAS[i])), finite_spread(score(SIGMAS[i]))
-        if math.isnan(loss) or loss > LARGEST_SPREADS * spread:
+        loss = center - sign * finite_mean(score(SIGMAS[i]))
+        if math.isnan(loss) or is_ruined(sign * score(SIGMAS[i]), center):
             # of nothing but NaN, what the center scores can be lost
             tolerated = LARGEST_LOSS * (abs(center) if math.isnan(loss) else loss)
             smaller = (s for s in SIGMAS[i + 1 :] if center - sign * finite_mean(score(s)) <= tolerated)
             return next(smaller, SIGMAS[-1]), KEEPING_FACTOR
     return STEP_SIGMA, STEP_FACTOR
+
+
+def is_ruined(scores: Scores, center: float) -> bool:
+    """Return whether members are so much worse than the center that it must have learned something.
+
+    Either they are by many standard deviations, or all of them are by more than the best of them differ from each
+    other: some scores have two values far from each other for what has learned nothing, as the F1 of two classes has.
+
+    >>> is_ruined(np.array([0.1, 0.12, 0.08, 0.1], np.float32), center=0.16)
+    True
+    >>> [is_ruined(np.array([0.0, 0.0, 0.7, 0.7, 0.7, 0.71], np.float32), center) for center in (0.8, 0.95)]
+    [False, True]
+    """
+    finite = np.sort(scores[np.isfinite(scores)]).astype(np.float64)
+    if not finite.size:
+        return True
+    spread, best, quartile = finite.std(), finite[-1], finite[-1 - finite.size // 4]
+    is_far = center - finite.mean() > LARGEST_SPREADS * spread
+    return bool(is_far or center - best > max(best - quartile, LEAST_GAP * spread))
 
 
 def odd_share(scores: Scores, center: float) -> float:
@@ -176,9 +196,3 @@ def finite_mean(scores: Scores) -> float:
     """Return the mean of the finite scores; NaN if there is none."""
     finite = scores[np.isfinite(scores)]
     return float(finite.mean(dtype=np.float64)) if finite.size else float("nan")
-
-
-def finite_spread(scores: Scores) -> float:
-    """Return the standard deviation of the finite scores; 0 if there is none."""
-    finite = scores[np.isfinite(scores)]
-    return float(finite.std(dtype=np.float64)) if finite.size else 0.0

@@ -109,6 +109,7 @@ class Session:
     last_commit: float = 0.0  # when records were last written to disk
     observations: list[float] = field(default_factory=list)  # steps, sums and sums of squares of all generations
     probed: dict[str, float] = field(default_factory=dict)  # what a probe has chosen
+    start_metrics: dict[str, float] = field(default_factory=dict)  # of the initial weights, which may stay the best
     peak_bytes: int = 0  # of a GPU, in generations whose resources were measured
 
     @classmethod
@@ -265,6 +266,7 @@ class Session:
             "bytes": self.fleet.count_bytes(),
         }
         info |= {"metrics": metrics} if metrics else {}
+        info |= {"start": self.start_metrics} if self.start_metrics and self.generation == 1 else {}
         info |= sum_observations(result)
         info |= {"diagnostics": diagnostics} if diagnostics else {}
         info |= {"plan": asdict(self.scorer.chosen_plan)} if self.scorer.plan != plan else {}
@@ -350,6 +352,7 @@ class Session:
         self.metrics |= metrics
         self.best = self.best or Best.of(self.scorer.objective, self.splits)
         if self.best is not None:
+            self.best.note(record.info.get("start", {}), 0)
             self.best.note(metrics, record.result.generation + 1)
         self.evaluations += record.result.scores.size
         totals = {"total_seconds": self.seconds, "total_samples": self.samples}
@@ -402,6 +405,15 @@ class Session:
                     values = objective.evaluate(model, self.splits[split], self.scorer.device)
                     metrics |= {f"{split}_{key}": value for key, value in values.items()}
         return metrics
+
+    def measure_start(self) -> None:
+        """Measure the initial weights on the dev set; the record of generation 0 will hold it."""
+        splits, self.eval_splits = self.eval_splits, ("dev",)
+        try:
+            metrics = self.fleet.group.on_journal_rank(lambda: self.measure(self.batch(0)))
+        finally:
+            self.eval_splits = splits
+        self.start_metrics = {name: value for name, value in metrics.items() if name.startswith("dev_")}
 
     def model(self) -> nn.Module:
         """Return a copy of the module with the weights of the center, or of the result once the run has ended.

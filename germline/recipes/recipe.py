@@ -116,7 +116,8 @@ class Recipe:
     def goal(self) -> Objective:
         """Return the objective by which members are scored, or the loss that backprop minimizes instead."""
         if self.baseline_loss is not None and self.strategy.kind == "differentiate":
-            return build_objective(self.baseline_loss, None, None, None, self.metrics)
+            measured = self.metrics or ({"score": self.score} if self.score is not None else None)
+            return build_objective(self.baseline_loss, None, None, None, measured)
         return build_objective(self.loss, self.score, self.objective, self.maximize, self.metrics)
 
 
