@@ -21,9 +21,9 @@ C = TypeVar("C")
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
 
 
-def setting(default: Any, meaning: str) -> Any:
+def setting(default: Any, meaning: str, *, is_shown: bool = True) -> Any:
     """Declare a setting of a strategy: a dataclass field with its default and one line that says what it means."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
+    return dataclasses.field(default=default, metadata={"meaning": meaning}, repr=is_shown)
 
 
 def document_settings(cls: type[C]) -> type[C]:

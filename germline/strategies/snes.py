@@ -58,7 +58,7 @@ class SNES(SummedStrategy[State]):
     mirrored: bool = setting(True, "whether members come in pairs with opposite noise")
     noise: Kind = setting("popcount", "values of the noise: popcount, sign or uniform")
     utilities: tuple[int, ...] | None = setting(
-        None, "utilities by rank, in units of 2^-20; none takes the published ones"
+        None, "utilities by rank, in units of 2^-20; none takes the published ones", is_shown=False
     )
     shards: int = setting(1, "equal parts of the population that are ranked separately (semi-updates)")
 
