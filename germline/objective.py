@@ -5,6 +5,7 @@ The batch of a generation is a function of (seed, generation): every member on e
 
 import hashlib
 import random
+import reprlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -426,9 +427,13 @@ class Objective:
                     score = self.score_model(module, 0)
                 else:
                     score = self.function(output, batch.target)
+            if score is None or isinstance(score, str):
+                raise BadInput(f"The loss or score returned {reprlib.repr(score)}, not a number.")
             size = score.numel() if isinstance(score, Tensor) else np.size(score)
             if size == 1:
                 float(score)  # raises if it is not a number
+        except BadInput:
+            raise
         except Exception as error:
             shapes = [tuple(tensor.shape) for tensor in iterate_tensors([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"

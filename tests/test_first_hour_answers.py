@@ -487,3 +487,8 @@ def test_ask_needs_no_strategy_and_takes_auto(tmp_path: Path) -> None:
     with pytest.raises(gl.BadInput, match=r"was started with population=6, not 8"):
         gl.Search(nn.Linear(3, 2), gl.OpenAIES(population=8), resume=tmp_path / "r")
     assert gl.Search(nn.Linear(3, 2), "auto", resume=tmp_path / "r").strategy == gl.OpenAIES(population=6, lr=0.1)
+
+
+def test_a_score_that_returns_nothing_says_so() -> None:
+    with pytest.raises(gl.BadInput, match="The loss or score returned None, not a number"):
+        gl.train(nn.Linear(3, 2), (X[:, :, 0, 0], Y), score=lambda output, target: None, generations=2, run=False)
