@@ -271,7 +271,8 @@ def test_two_processes_with_one_and_two_threads_give_the_same_hash(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_the_end_of_a_service_are_exit_code_130_and_resumable(number: int, here: Path) -> None:
     run = germline("train", "own.py", "--generations", "100000", "--name", "long", cwd=here)
     try:
         journal = here / "runs" / "long" / "journal.sqlite"
@@ -279,7 +280,7 @@ def test_ctrl_c_is_exit_code_130_and_resumable(here: Path) -> None:
             time.sleep(0.05)
             assert run.poll() is None
         time.sleep(1)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         _, errors = run.communicate(timeout=60)
     finally:
         run.kill()

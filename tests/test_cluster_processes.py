@@ -498,3 +498,26 @@ def test_scheduler_and_workers_end_with_the_coordinator_that_started_them(tmp_pa
     while any(is_running(int(child)) for child in children):
         assert time.monotonic() < until
         time.sleep(0.1)
+
+
+def test_a_worker_gives_up_where_there_is_no_coordinator_for_so_long(tmp_path: Path) -> None:
+    words = [*GERMLINE, "worker", f"127.0.0.1:{free_port()}", "--device", "cpu", "--give-up", "1"]
+    done = subprocess.run([*words, "--recipe", "digits"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "There has been no coordinator at tcp://127.0.0.1" in done.stderr
+    done = subprocess.run([*words, "--recipe", "nothing.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "There is no file nothing.py" in done.stderr
+
+
+def test_serve_says_how_the_run_of_its_name_differs(tmp_path: Path) -> None:
+    run = ["digits", "--generations", "3", "--runs", str(tmp_path), "--name", "mine"]
+    subprocess.run([*GERMLINE, "train", *run, "--device", "cpu"], check=True, capture_output=True)
+    addresses = ["--listen", f"127.0.0.1:{free_port()}", "--status", f"127.0.0.1:{free_port()}"]
+    for words, message in (
+        (["--seed", "1"], "is a run with seed 0, and this command has seed 1: give it another --name"),
+        (["--generations", "2"], "The run has 3 generations already: give --generations above 3"),
+    ):
+        done = subprocess.run([*GERMLINE, "serve", *run, *addresses, *words], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert message in done.stderr

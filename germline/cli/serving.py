@@ -3,15 +3,16 @@
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from germline.cli import options
 from germline.cli.app import app, command
 from germline.cli.completion import complete_recipe
-from germline.cli.training import command_line, run_to_end, show_stages
+from germline.cli.training import command_line, refuse_fewer_generations, run_to_end, show_stages
 from germline.errors import BadInput
 
 keys_app = typer.Typer(no_args_is_help=True, help="Create the certificates of a cluster.")
@@ -56,10 +57,13 @@ def serve(
     print(f"status page: {page.serve(status)}", file=sys.stderr)
     try:
         with show_stages():
-            if Journal.header_matches(path, {**about, "seed": seed, "strategy": made.strategy.name}):
+            if (path / "journal.sqlite").is_file():
+                header = Journal.open(path, read_only=True).header
+                refuse_other_run({**about, "seed": seed, "strategy": made.strategy.name}, header, path)
                 claim_run(path)
-                opening.check_same_settings(made.strategy, Journal.open(path, read_only=True).header, str(path))
+                opening.check_same_settings(made.strategy, header, str(path))
                 session = opening.resume(made, Journal.open(path), fleet)
+                refuse_fewer_generations(stop.limits(), session)
                 session.keep(keep or session.require_journal().header.get("keep", "last"))
             else:
                 about |= {"command": command_line(), "keep": keep or "last"}
@@ -69,6 +73,15 @@ def serve(
     finally:
         page.close()
         fleet.close()  # if the run has not ended, its workers wait
+
+
+def refuse_other_run(given: Mapping[str, Any], header: Mapping[str, Any], path: Path) -> None:
+    """Raise an error that says what differs, if a directory holds another run than the one that is to be served."""
+    different = [name for name, value in given.items() if header.get(name) != value]
+    if different:
+        theirs = ", ".join(f"{name} {header.get(name)}" for name in different)
+        mine = ", ".join(f"{name} {given[name]}" for name in different)
+        raise BadInput(f"{path} is a run with {theirs}, and this command has {mine}: give it another --name.")
 
 
 def claim_run(path: Path) -> None:
@@ -94,8 +107,11 @@ def worker(
     strategy: options.StrategyName = None,
     keys: options.KeysDir = None,
     device: options.Device = "auto",
-    threads: Annotated[int | None, typer.Option("--workers", help="number of threads that share the members")] = None,
+    threads: Annotated[int | None, typer.Option("--workers", help="number of processes that share the members")] = None,
     name: Annotated[str | None, typer.Option(help="name by which the coordinator calls this worker")] = None,
+    give_up: Annotated[
+        float | None, typer.Option(min=0, metavar="SECONDS", help="end if there is no coordinator for so long")
+    ] = None,
 ) -> None:
     """Work for the coordinator of a cluster, until its run has ended."""
     from germline.fleet import Local
@@ -103,10 +119,16 @@ def worker(
     from germline.fleet.cluster.worker import Responder
 
     data.apply()
+    if recipe.endswith(".py") and not Path(recipe).is_file():
+        raise BadInput(f"There is no file {recipe}.")
     default = keys.resolve().name if keys is not None else socket.gethostname()
     outside = strategy if strategy is not None and ":" in strategy else None
     responder = Responder(name or f"{default}-{os.getpid()}", recipe, outside, Local(device, threads))
-    run_worker(coordinator, responder, keys=keys)
+    try:
+        run_worker(coordinator, responder, keys=keys, give_up=give_up)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="the folder to create")]) -> None:

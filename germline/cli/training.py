@@ -117,15 +117,20 @@ def resume(
         session = opening.resume(again.build_recipe(header, str(run)), journal, chosen)
     session.keep(keep or header.get("keep", "last"))
     given = stop.limits()
-    if given.generations is not None and given.generations < session.generation:
-        done = f"The run has {count(session.generation, 'generation')} already"
-        raise BadInput(f"{done}: give --generations above {session.generation}.")
+    refuse_fewer_generations(given, session)
     with translate_header_errors(str(run)):
         limits = given if given != Stop() else Stop.from_header(header["stop"])
     if limits is not given and limits.generations == session.generation and session.fleet.group.rank == 0:
         reached = f"the run has reached its limit of {count(limits.generations, 'generation')}"
         print(f"note: {reached}; to go on, give --generations above it", file=sys.stderr)
     run_to_end(session, limits, as_json=json_, strategy=again.strategy, fleet=fleet)
+
+
+def refuse_fewer_generations(stop: "Stop", session: "Session") -> None:
+    """Raise an error if a run has more generations already than it shall have."""
+    if stop.generations is not None and stop.generations < session.generation:
+        done = f"The run has {count(session.generation, 'generation')} already"
+        raise BadInput(f"{done}: give --generations above {session.generation}.")
 
 
 @contextmanager

@@ -87,7 +87,11 @@ def report(session: Session, rows: list[Row], callbacks: Sequence[Callback]) -> 
 
 @contextmanager
 def interruptible(session: Session) -> Iterator[None]:
-    """Let the first Ctrl-C end the run after the present generation, and the second end it at once."""
+    """Let the first Ctrl-C end the run after the present generation, and the second end it at once.
+
+    SIGTERM, by which services and batch systems end a process, means the same, except to a rank of several: launchers
+    end ranks by it whose others are gone, and these would wait for them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -101,8 +105,10 @@ def interruptible(session: Session) -> Iterator[None]:
         if not session.interrupted:
             session.interrupted, first = True, time.monotonic()
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    numbers = [signal.SIGINT] + ([signal.SIGTERM] if session.fleet.group.size == 1 else [])
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -232,8 +232,8 @@ class Child:
         """Evaluate blocks, those of one generation first, until the parent ends or has no more work."""
         renew_output()
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in SIGNALS:  # the parent decides what they mean, and a child ends when the parent does
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         gc.freeze()  # or the first collection would copy the pages of all objects
         torch.set_num_threads(1)

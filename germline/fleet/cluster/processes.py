@@ -9,13 +9,14 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from germline.errors import BadInput
+from germline.errors import BadInput, MachineError
 from germline.fleet.cluster.dask import TOPIC, complete_address, load_dask, make_security
 from germline.fleet.cluster.scheduler_process import LOCAL, SETTINGS
 from germline.fleet.cluster.worker import Responder
@@ -79,8 +80,8 @@ class RefusedError(BadInput):
     """The coordinator has turned this worker away."""
 
 
-def run_worker(address: str, responder: Responder, *, keys: Path | None = None) -> None:
-    """Work for a coordinator until its run has ended."""
+def run_worker(address: str, responder: Responder, *, keys: Path | None = None, give_up: float | None = None) -> None:
+    """Work for a coordinator until its run has ended, or until there has been none for ``give_up`` seconds."""
     load_dask()
     import dask
 
@@ -89,10 +90,10 @@ def run_worker(address: str, responder: Responder, *, keys: Path | None = None) 
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
     dask.config.set(SETTINGS)
     with suppress(asyncio.CancelledError):
-        asyncio.run(keep_working(url, responder, keys))
+        asyncio.run(keep_working(url, responder, keys, give_up))
 
 
-async def keep_working(url: str, responder: Responder, keys: Path | None) -> None:
+async def keep_working(url: str, responder: Responder, keys: Path | None, give_up: float | None = None) -> None:
     """Be a Dask worker until the run has ended, or the coordinator turns it away; connect again if it is gone."""
     security, say, pause = make_security(keys), responder.say, PAUSES[0]
     loop, task, end = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
@@ -104,23 +105,27 @@ async def keep_working(url: str, responder: Responder, keys: Path | None) -> Non
         reasons.append(reason)
         loop.call_soon_threadsafe(end.set)
 
-    responder.on_end = note_end
+    responder.on_end, lost = note_end, time.monotonic()
     while True:
         try:
             await try_connection(url, security, keys)
             await work_for_scheduler(url, security, responder, end)
             if end.is_set():
                 break
+            lost = time.monotonic()
             say("the coordinator is gone; trying again")
             pause = PAUSES[0]
         except RefusedError:
             raise
         except (OSError, RuntimeError, ValueError) as error:  # tornado's, if only one side has keys
             if pause == PAUSES[0]:
-                hint = ", or it uses no keys" if keys is not None else ", or it asks for keys (--keys)"
+                other = "uses no keys or has revoked this one" if keys is not None else "asks for keys (--keys)"
+                hint = f", or it {other}"
                 say(f"there is no coordinator at {url}{hint} ({first_line(error)}); trying again")
         if ONCE in os.environ:
             raise SystemExit(1)
+        if give_up is not None and time.monotonic() - lost >= give_up:
+            raise MachineError(f"There has been no coordinator at {url} for {give_up:g} seconds.")
         await asyncio.sleep(pause * random.uniform(0.7, 1.3))
         pause = min(PAUSES[1], 2 * pause)
     if reasons[0] is not None:
