@@ -7,13 +7,21 @@ weights alone is computed once (``Tape.prepare``).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero")  # code may take another path with other values
+
+
+class Line(NamedTuple):
+    """An operation as code, with the names of the tensors that it makes and reads."""
+
+    code: str
+    makes: set[str]
+    reads: set[str]
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -24,8 +32,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: dict[int, str] = {}  # by the tensor's id
         self.alive: list[Tensor] = []  # so that no other tensor gets the same id
         self.values: list[Any] = []  # functions, and arguments that are the same at every call
-        self.once: list[str] = []  # lines of code on constants alone
-        self.always: list[str] = []
+        self.once: list[Line] = []  # on constants alone
+        self.always: list[Line] = []
         self.varying: set[str] = set()
         self.is_valid = True
         for i, tensor in enumerate(constants):
@@ -90,7 +98,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if is_varying:
                     self.varying.add(name)
         target = results[0] if isinstance(output, Tensor) else f"({', '.join(results)},)"
-        (self.always if is_varying else self.once).append(f"{target} = {call}")
+        (self.always if is_varying else self.once).append(Line(f"{target} = {call}", set(results), read))
         return output
 
 
@@ -105,12 +113,24 @@ def is_identity(function: Any, args: Any, output: Any) -> bool:
     return is_same and output.stride() == first.stride() and output.dtype == first.dtype
 
 
+def drop_unused(lines: Sequence[Line], needed: set[str]) -> list[Line]:
+    """Return the lines that make what is needed, or what the lines after them read."""
+    kept: list[Line] = []
+    for line in reversed(lines):
+        if line.makes & needed:
+            kept.append(line)
+            needed = needed | line.reads
+    return kept[::-1]
+
+
 class Tape:
     """A recorded call: ``prepare`` computes what depends on constants alone, ``play`` the rest."""
 
     def __init__(self, recorder: Recorder, output: str) -> None:
-        prepare = ["def prepare(c, v):", "p = {}", *recorder.once, "return p"]
-        play = ["def play(c, v, p, x):", *recorder.always, f"return {output}"]
+        always = drop_unused(recorder.always, {name for name in recorder.varying if name in output})
+        once = drop_unused(recorder.once, set().union(*(line.reads for line in always)))
+        prepare = ["def prepare(c, v):", "p = {}", *(line.code for line in once), "return p"]
+        play = ["def play(c, v, p, x):", *(line.code for line in always), f"return {output}"]
         space: dict[str, Any] = {}
         for lines in (prepare, play):
             exec("\n    ".join(lines), space)
