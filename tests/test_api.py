@@ -357,7 +357,7 @@ def test_fleets_are_equal_only_if_their_settings_are() -> None:
         ({"data": (X, Y), "loss": F.cross_entropy, "target": "train_acuracy=1"}, "did you mean 'train_accuracy'"),
         ({"data": (X, Y), "loss": F.cross_entropy, "target": "nonsense"}, "METRIC=VALUE"),
         ({"data": (X, Y), "loss": lambda output, target: output[:, 0] ** 2}, r"shape \(200,\)"),
-        ({"data": (X, Y), "loss": lambda output, target: None}, "cannot be run"),
+        ({"data": (X, Y), "loss": lambda output, target: None}, "returned None, not a number"),
         ({"data": (X, Y), "loss": F.cross_entropy, "metrics": {"bad": lambda o, t: o.nothing}}, "metric bad"),
         ({"data": (X, Y), "loss": F.cross_entropy, "run": "x", "resume": "y"}, "not both"),
         ({"data": (X, Y), "loss": F.cross_entropy, "resume": "nowhere"}, "not a run"),
