@@ -229,7 +229,8 @@ def test_every_strategy_trains_to_the_weights_of_one_process(
         assert seen <= allowed
         assert way == "members" or cluster.sent["tell"] + cluster.sent["state"] >= generations - 1
         assert len(cluster.fleet.crew.workers) == 2
-        assert all(worker.pieces > 0 for worker in cluster.fleet.crew.workers.values())
+        # who does how much depends on time: on a busy machine all of it may be the work of one
+        assert any(worker.pieces > 0 for worker in cluster.fleet.crew.workers.values())
     assert [worker.reasons for worker in cluster.workers] == [[None], [None]]
     assert cluster.fleet.admission.refusals == []
     assert not [line for line in cluster.lines if "waiting for" not in line and "has joined" not in line]

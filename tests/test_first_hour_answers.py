@@ -297,7 +297,7 @@ def test_an_objective_gets_a_seed_of_the_generation(tmp_path: Path) -> None:
     with open_cluster() as cluster:
         cluster.add_before_training(Follower, Follower)
         assert train(cluster.fleet, "cluster")[0] == expected
-        assert all(worker.pieces > 0 for worker in cluster.fleet.crew.workers.values())
+        assert any(worker.pieces > 0 for worker in cluster.fleet.crew.workers.values())
     # one argument, or a second one with a default, stays as it is
     for function in (lambda model: 0.0, lambda model, scale=2.0: float(scale - 2.0)):
         assert gl.train(copy.deepcopy(net), objective=function, generations=1, run=tmp_path / str(id(function)))
