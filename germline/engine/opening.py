@@ -34,7 +34,7 @@ from germline.stages import announce_stage
 from germline.strategies import AnyStrategy, GradientStrategy
 
 COMPARED = 4  # members of generation 0 whose scores are compared before a run goes on
-TOLERANCES = {"float32": 0.01, "bfloat16": 0.1}  # of their median difference, as a part of the largest score
+TOLERANCE, COARSE_TOLERANCE = 0.01, 0.1  # of their median difference, as a part of the largest; in bfloat16
 
 
 def set_up(recipe: Recipe, fleet: Fleet, seed: int) -> Session:
@@ -179,14 +179,14 @@ def replay_and_check(session: Session) -> None:
     first = next((record.result for record in journal.records() if record.result.generation == 0), None)
     is_alike = session.strategy.kind == "evolve" and not (plan.dropout or plan.renewed)
     batch = session.batch(0)
-    if not is_alike or batch is None or first is None or 0 not in journal.snapshots():
+    if not is_alike or batch is None or first is None or not first.scores.size or 0 not in journal.snapshots():
         return
     state = journal.load(session.state, 0, scorer.device)
     candidates = session.strategy.ask(state, session.noise, 0, first.values)
     with single_threaded_torch(), exact_arithmetic(scorer.device):
         plain = scorer.build_evaluator(Plan(1, "isolated", vectorized=False))
         scores = score_first_members(plain, candidates, batch, min(COMPARED, first.scores.size))
-    recorded, tolerance = first.scores[: len(scores)], TOLERANCES[plan.dtype]
+    recorded, tolerance = first.scores[: len(scores)], COARSE_TOLERANCE if plan.dtype == "bfloat16" else TOLERANCE
     if np.isfinite(recorded).all():
         difference = np.abs(scores.astype(np.float64) - recorded) / max(np.abs(recorded).max(), 1e-30)
         if not np.median(difference) <= tolerance:
