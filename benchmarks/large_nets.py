@@ -97,8 +97,8 @@ def list_words(net: Net, strategy: str, rate: float | None, seconds: float, devi
 def train(words: Sequence[str], file: Path | None) -> dict[str, Any]:
     """Run a command unless its result is in the file, and return what it prints with ``--json``."""
     if file is not None and file.exists():
-        kept: dict[str, Any] = json.loads(file.read_text())
-        return kept
+        earlier: dict[str, Any] = json.loads(file.read_text())
+        return earlier
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "germline", *words, "--runs", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -5,9 +5,8 @@ The batch of a generation is a function of (seed, generation): every member on e
 
 import hashlib
 import random
-import reprlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -427,18 +426,16 @@ class Objective:
                     score = self.score_model(module, 0)
                 else:
                     score = self.function(output, batch.target)
-            if score is None or isinstance(score, str):
-                raise BadInput(f"The loss or score returned {reprlib.repr(score)}, not a number.")
             size = score.numel() if isinstance(score, Tensor) else np.size(score)
-            if size == 1:
+            if size == 1 and score is not None:
                 float(score)  # raises if it is not a number
-        except BadInput:
-            raise
         except Exception as error:
             shapes = [tuple(tensor.shape) for tensor in iterate_tensors([batch.args, batch.kwargs])] if batch else []
             where = f"a batch with inputs of shape {shapes}" if batch else "the model"
             message = f"The model and the loss cannot be run on {where}: {type(error).__name__}: {error}"
             raise BadInput(message) from error
+        if score is None:
+            raise BadInput("The loss or score returned None, not a number.")
         if size != 1:
             shape = tuple(score.shape) if isinstance(score, Tensor) else np.shape(score)
             raise BadInput(f"The loss or score must be one number, but has shape {shape}: take its mean, for instance.")
@@ -490,16 +487,3 @@ def build_objective(
     larger_is_better = is_score if maximize is None else maximize
     of_model, named = name == "objective", name_metrics(metrics) if metrics is not None else None
     return Objective(function, larger_is_better, of_model, named, takes_seed=of_model and takes_seed(function))
-
-
-def split(length: int, fractions: Sequence[float], seed: int = 0) -> list[NDArray[np.int64]]:
-    """Return the numbers 0 to length - 1, shuffled by the noise field and cut into parts of these fractions.
-
-    What is left is one more part, the last.
-
-    >>> [len(part) for part in split(10, [0.6, 0.2])]
-    [6, 2, 2]
-    """
-    order = Field(seed).permutation(length, 0, Stream.BATCH)
-    cuts = np.cumsum([round(fraction * length) for fraction in fractions])
-    return list(np.split(order, cuts))

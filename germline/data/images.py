@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from germline.data import fetch
 from germline.data.fetch import PUBLISHED, Bytes, read_checked
-from germline.data.splits import Part, Splits
+from germline.data.splits import Part, Splits, split
 from germline.errors import BadInput, format_error
 from germline.noise import Field, Stream
-from germline.objective import split
 
 MNIST, MNIST_MIRROR = PUBLISHED["mnist"]["files"], PUBLISHED["mnist"]["mirror"]
 DEV_EXAMPLES = 5000  # of MNIST's training set

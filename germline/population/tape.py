@@ -69,12 +69,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         read: set[str] = set()
         kwargs = dict(kwargs or {})
         output = function(*args, **kwargs)
-        if function._overloadname == "out" and isinstance(output, Tensor):  # the tape has memory of its own for it
+        is_written_over = function._overloadname == "out" and isinstance(output, Tensor)
+        if is_written_over:  # a tape allocates the output when it is played
             function = getattr(function.overloadpacket, "default", function)
             kwargs.pop("out", None)
-            self.names.pop(id(output), None)
         arguments = [self._write(value, read) for value in args]
         arguments += [f"{name}={self._write(value, read)}" for name, value in kwargs.items()]
+        if is_written_over:  # after the arguments, of which it may be one
+            self.names.pop(id(output), None)
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         if function._schema.is_mutable or is_random or function._schema.name in READS:
             self.is_valid = False  # such code runs as it is
@@ -115,12 +117,12 @@ def is_identity(function: Any, args: Any, output: Any) -> bool:
 
 def drop_unused(lines: Sequence[Line], needed: set[str]) -> list[Line]:
     """Return the lines that make what is needed, or what the lines after them read."""
-    kept: list[Line] = []
+    used: list[Line] = []
     for line in reversed(lines):
         if line.makes & needed:
-            kept.append(line)
+            used.append(line)
             needed = needed | line.reads
-    return kept[::-1]
+    return used[::-1]
 
 
 class Tape:
