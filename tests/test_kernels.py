@@ -402,11 +402,12 @@ def test_layer_norms(columns: int) -> None:
 
 
 @triton_only
+@pytest.mark.parametrize("noise", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("has_state", [True, False])
 @pytest.mark.parametrize("examples_first", [True, False])
 @pytest.mark.parametrize("few_inputs", [True, False])
-def test_lstms(few_inputs: bool, examples_first: bool, has_state: bool, shared: bool) -> None:
+def test_lstms(few_inputs: bool, examples_first: bool, has_state: bool, shared: bool, noise: bool) -> None:
     if shared and not few_inputs:
         shared = False  # each member has its own products with the input weights
     random, members, n, steps, hidden, inputs = random_numbers(7), 3, 70, 5, 20, 2
@@ -418,14 +419,41 @@ def test_lstms(few_inputs: bool, examples_first: bool, has_state: bool, shared: 
     first = (random(members, n, hidden), random(members, n, hidden)) if has_state else None
     out, last = random(members, *sizes, hidden), (random(members, n, hidden), random(members, n, hidden))
     source: tuple[Any, Any] = (x, weight_x) if few_inputs else (torch.einsum("mabi,mki->mabk", x, weight_x), None)
-    cuda.lstm(out, last, first, weight, a, b, bias, scales, member_address, *source, examples_first)
+    outer = torch.einsum("mk,mc->mkc", a[member_address].double(), b[member_address].double())
+    weights_of_members = weight.double() + scales.double()[:, None, None] * outer
+    factors: tuple[Any, Any, Any] = (weight, a, b) if noise else (weights_of_members.to(NARROW), None, None)
+    cuda.lstm(out, last, first, *factors, bias, scales, member_address, *source, examples_first)
     for i in range(members):
         layer = torch.nn.LSTM(inputs, hidden, batch_first=examples_first).double()
-        noise = scales[i].double() * torch.outer(a[member_address[i]].double(), b[member_address[i]].double())
-        weights = (weight_x[i], weight.double() + noise, bias[i], torch.zeros(4 * hidden, device=GPU))
+        weights = (weight_x[i], weights_of_members[i], bias[i], torch.zeros(4 * hidden, device=GPU))
         for parameter, value in zip(layer.parameters(), weights, strict=True):
             parameter.data = value.double().cpu()
         states = tuple(state[i][None].double().cpu() for state in first) if first else None
         expected, ends = layer((x if shared else x[i]).double().cpu(), states)
         assert (out[i].double().cpu() - expected).abs().max() < 0.05
         assert all((got[i].double().cpu() - want[0]).abs().max() < 0.05 for got, want in zip(last, ends, strict=True))
+
+
+@triton_only
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("length", "width", "heads", "kv_heads"), [(5, 8, 2, 2), (32, 32, 4, 4), (70, 40, 6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW])
+def test_attention_of_short_sequences(
+    length: int, width: int, heads: int, kv_heads: int, is_causal: bool, dtype: torch.dtype
+) -> None:
+    random = random_numbers(length)
+    query = random(3, length, heads, width).to(dtype).transpose(1, 2)  # tokens before heads, as projections give them
+    key, value = random(2, 3, kv_heads, length, width).to(dtype)
+    assert cuda.fits_attention(query, key, value)
+    out = cuda.attend(query, key, value, is_causal=is_causal, scale=0.3)
+    group = heads // kv_heads
+    expected = F.scaled_dot_product_attention(
+        query.double(),
+        key.double().repeat_interleave(group, 1),
+        value.double().repeat_interleave(group, 1),
+        is_causal=is_causal,
+        scale=0.3,
+    )
+    assert out.shape == expected.shape
+    assert out.transpose(1, 2).is_contiguous()
+    assert (out.double() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 0.01)

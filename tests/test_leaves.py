@@ -15,7 +15,6 @@ from germline.noise import low_rank_matrices
 from germline.objective import Batch, Objective, iterate_tensors
 from germline.population import Evaluator, Plan, exact_arithmetic, single_threaded_torch
 from germline.population.rules import RULES, Rule
-from germline.population.rules.attention import attention
 from germline.population.rules.recurrent import step_by_step
 from germline.strategies import Candidates, OpenAIES
 from tests.nets import NETS, make_inputs
@@ -43,6 +42,8 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "conv2d, reflect": (lambda: nn.Conv2d(3, 4, (3, 2), padding=1, padding_mode="reflect"), ((5, 3, 7, 8),)),
     "conv2d, replicate": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="replicate"), ((5, 3, 7, 8),)),
     "two conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3)), ((5, 3, 7, 8),)),
+    "pointwise conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 1)), ((5, 3, 7, 8),)),
+    "images that meet": (lambda: Meeting(), ((5, 3, 8, 10),)),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), ((4, 2, 3, 4, 5),)),
     "transposed conv1d": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, dilation=2), ((5, 4, 9),)),
     "transposed conv2d": (
@@ -104,6 +105,22 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Meeting(nn.Module):
+    """Images that are pooled, grow again and meet themselves, as in a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 6, 3), nn.Conv2d(10, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        small = self.second(nn.functional.max_pool2d(x, 2)).relu()
+        large = nn.functional.interpolate(small, scale_factor=2.0)
+        large = nn.functional.interpolate(large, size=x.shape[2:])
+        out: torch.Tensor = self.last(torch.cat([large, x], 1))
+        return out
 
 
 class Attention(nn.Module):
@@ -265,30 +282,17 @@ def rules_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     rules = "germline.population.rules"
-    for name in ("linear", "convolution", "recurrent", "norm"):
+    for name in ("attention", "linear", "convolution", "recurrent", "norm", "joining"):
         monkeypatch.setattr(sys.modules[f"{rules}.{name}"], "kernel_device", lambda device: AnyDevice())
-    for name in ("blend", "linear", "convolution", "recurrent", "norm"):
+    for name in ("attention", "blend", "linear", "convolution", "recurrent", "norm"):
         monkeypatch.setattr(sys.modules[f"{rules}.{name}"], "kernels_for", lambda device: kernels)
     monkeypatch.setattr(sys.modules[f"{rules}.blend"], "as_kernel_arg", lambda tensor: tensor)
-    monkeypatch.setitem(RULES, nn.MultiheadAttention, Rule(attention, applies=lambda module, arguments: True))
-
-
-OF_A_GPU = [
-    "two linear",
-    "conv1d",
-    "two conv2d",
-    "layer norm",
-    "self-attention",
-    "self-attention, of one sequence",
-    "self-attention after linear",
-]
 
 
 @pytest.mark.parametrize("rank", [None, 1])
-@pytest.mark.parametrize("name", OF_A_GPU)
+@every_leaf
 @pytest.mark.usefixtures("rules_of_a_gpu")
-def test_rules_of_a_gpu(name: str, rank: int | None) -> None:
-    build, shapes = LEAVES[name]
+def test_rules_of_a_gpu(build: Any, shapes: Shapes, rank: int | None) -> None:
     compare(*prepare(build, shapes, rank, "cpu"), Plan(BLOCK, "population"), 2e-5)
 
 

@@ -12,6 +12,8 @@ import triton.language as tl
 from triton.language.random import philox_impl
 
 from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
+from germline.kernels.cuda_attention import attend as attend
+from germline.kernels.cuda_attention import fits_attention as fits_attention
 from germline.kernels.cuda_layers import blend_outer as blend_outer
 from germline.kernels.cuda_layers import layer_norm as layer_norm
 from germline.kernels.cuda_layers import narrow_linear as narrow_linear

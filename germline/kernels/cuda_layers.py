@@ -6,6 +6,8 @@ two mirrored members share. In all kernels i counts members, j examples, k rows 
 sums.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -16,80 +18,83 @@ NARROW_COLUMNS = 32  # columns of a narrow layer that are multiplied at once
 
 
 @triton.jit
-def _blend(
-    out, base, x_b, a, bias, scales, member_address, n, rows, positions, addresses,
-    SHARED: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr, RELU: tl.constexpr, MAPS: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_Q: tl.constexpr,
+def _blend_tile(
+    base, x_b, a, bias, scale, member, address, j, k, n, rows, pixels, addresses,
+    SHARED: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Blend a tile of TILE_N examples and TILE_Q of the rows x positions outputs of one member."""
-    outputs = rows * positions
-    tiles = tl.cdiv(n, TILE_N) * tl.cdiv(outputs, TILE_Q)
+    """Return a tile of base + bias + scale x_b a of one member: pixels j of all examples, and rows k of the weights."""
+    k_mask = k < rows
+    mask = (j < n)[:, None] & k_mask[None, :]
+    example = j if SHARED else member * n + j  # n is a multiple of the pixels of an image
+    noise = example // pixels * addresses + address if SHARED else example // pixels
+    value = tl.load(base + example[:, None] * rows + k[None, :], mask=mask, other=0.0).to(scale.dtype)
+    total = tl.zeros_like(value)
+    for r in tl.static_range(RANK):
+        left = tl.load(x_b + (noise * RANK + r) * pixels + j % pixels, mask=j < n, other=0.0).to(scale.dtype)
+        right = tl.load(a + (address * RANK + r) * rows + k, mask=k_mask, other=0.0).to(scale.dtype)
+        total += left[:, None] * right[None, :]
+    if WHOLE:
+        at = (j * addresses + address if SHARED else example)[:, None] * rows + k[None, :]
+        total += tl.load(x_b + at, mask=mask, other=0.0).to(scale.dtype)
+    shift = tl.load(bias + member * rows + k, mask=k_mask, other=0.0).to(scale.dtype)
+    return value + shift[None, :] + scale * total
+
+
+@triton.jit
+def _blend(
+    out, base, x_b, a, bias, scales, member_address, n, rows, pixels, addresses,
+    SHARED: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr, RELU: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """Blend a tile of TILE_N pixels, which are the examples if there are no images, and TILE_K rows of one member."""
+    tiles_k = tl.cdiv(rows, TILE_K)
+    tiles = tl.cdiv(n, TILE_N) * tiles_k
     program = tl.program_id(0).to(tl.int64)
     member, tile = program // tiles, program % tiles
-    j = (tile // tl.cdiv(outputs, TILE_Q)) * TILE_N + tl.arange(0, TILE_N)
-    q = (tile % tl.cdiv(outputs, TILE_Q)) * TILE_Q + tl.arange(0, TILE_Q)
-    k, p = (q // positions, q % positions) if MAPS else (q, q * 0)
-    mask, q_mask = (j < n)[:, None] & (q < outputs)[None, :], q < outputs
+    j, k = tile // tiles_k * TILE_N + tl.arange(0, TILE_N), tile % tiles_k * TILE_K + tl.arange(0, TILE_K)
     address, scale = tl.load(member_address + member), tl.load(scales + member)
-    total = tl.zeros((TILE_N, TILE_Q), scale.dtype)
-    for r in tl.static_range(RANK):
-        column = (j * addresses + address if SHARED else member * n + j) * RANK + r
-        if MAPS:
-            left = tl.load(x_b + column[:, None] * positions + p[None, :], mask=mask, other=0.0)
-        else:
-            left = tl.load(x_b + column, mask=j < n, other=0.0)[:, None]
-        right = tl.load(a + (address * RANK + r) * rows + k, mask=q_mask, other=0.0)
-        total += left.to(scale.dtype) * right.to(scale.dtype)[None, :]
-    if WHOLE:
-        left = tl.load(x_b + (j * addresses + address)[:, None] * outputs + q[None, :], mask=mask, other=0.0)
-        total += left.to(scale.dtype)
-    offset = j[:, None] * outputs + q[None, :]
-    member_offset = member * n * outputs + offset
-    value = tl.load(base + (offset if SHARED else member_offset), mask=mask, other=0.0).to(scale.dtype)
-    shift = tl.load(bias + member * rows + k, mask=q_mask, other=0.0).to(scale.dtype)
-    value = value + shift[None, :] + scale * total
+    value = _blend_tile(
+        base, x_b, a, bias, scale, member, address, j, k, n, rows, pixels, addresses, SHARED, RANK, WHOLE
+    )
     if RELU:
         value = tl.where(value <= 0, 0.0, value)  # NaN stays NaN
-    tl.store(out + member_offset, value, mask=mask)
+    mask = (j < n)[:, None] & (k < rows)[None, :]
+    tl.store(out + (member * n + j)[:, None] * rows + k[None, :], value, mask=mask)
 
 
 @triton.jit
 def _blend_pooled(
-    out, base, x_b, a, bias, scales, member_address, n, rows, positions, addresses,
-    pixels, map_width, out_width, stride_y, stride_x,
+    out, base, x_b, a, bias, scales, member_address, n, rows, pixels, addresses,
+    places, map_width, out_width, stride_y, stride_x,
     SHARED: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr, RELU: tl.constexpr,
-    KY: tl.constexpr, KX: tl.constexpr, TILE: tl.constexpr,
+    KY: tl.constexpr, KX: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """Blend and pool a tile of the positions of all examples of one member, in every row: one thread per output."""
-    tiles = tl.cdiv(n * positions, TILE)
+    """Blend and pool: a tile of TILE_N places of the pooled images, and of TILE_K rows, of one member."""
+    tiles_k = tl.cdiv(rows, TILE_K)
+    count = n // pixels * places
+    tiles = tl.cdiv(count, TILE_N) * tiles_k
     program = tl.program_id(0).to(tl.int64)
-    member, q = program // tiles, program % tiles * TILE + tl.arange(0, TILE)
-    j, p = q // positions, q % positions
-    corner = p // out_width * stride_y * map_width + p % out_width * stride_x  # of the window
+    member, tile = program // tiles, program % tiles
+    s, k = tile // tiles_k * TILE_N + tl.arange(0, TILE_N), tile % tiles_k * TILE_K + tl.arange(0, TILE_K)
     address, scale = tl.load(member_address + member), tl.load(scales + member)
-    example = j if SHARED else member * n + j
-    noise_row = j * addresses + address if SHARED else member * n + j
-    base += example * rows * pixels + corner
-    x_b += noise_row * (rows if WHOLE else RANK) * pixels + corner
-    out += (member * n + j) * rows * positions + p
-    for k in range(rows):
-        shift = tl.load(bias + member * rows + k).to(scale.dtype)
-        best = tl.zeros((TILE,), scale.dtype)
-        for i in tl.static_range(KY * KX):
-            at = i // KX * map_width + i % KX
-            total = tl.zeros((TILE,), scale.dtype)
-            for r in tl.static_range(RANK):
-                left = tl.load(x_b + r * pixels + at, mask=j < n, other=0.0)
-                total += left.to(scale.dtype) * tl.load(a + (address * RANK + r) * rows + k).to(scale.dtype)
-            if WHOLE:
-                total += tl.load(x_b + k * pixels + at, mask=j < n, other=0.0).to(scale.dtype)
-            value = tl.load(base + at, mask=j < n, other=0.0).to(scale.dtype) + shift + scale * total
-            best = value if i == 0 else tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
-        if RELU:
-            best = tl.where(best <= 0, 0.0, best)
-        tl.store(out, best, mask=j < n)
-        base += pixels
-        out += positions
+    p = s % places
+    corner = s // places * pixels + p // out_width * stride_y * map_width + p % out_width * stride_x  # of the window
+    best = tl.zeros((TILE_N, TILE_K), scale.dtype)
+    for i in tl.static_range(KY * KX):
+        j = corner + i // KX * map_width + i % KX
+        value = _blend_tile(
+            base, x_b, a, bias, scale, member, address, j, k, n, rows, pixels, addresses, SHARED, RANK, WHOLE
+        )
+        best = value if i == 0 else tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+    if RELU:
+        best = tl.where(best <= 0, 0.0, best)
+    mask = (s < count)[:, None] & (k < rows)[None, :]
+    tl.store(out + (member * count + s)[:, None] * rows + k[None, :], best, mask=mask)
+
+
+def place_positions(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return a tensor whose last dimension, of positions, is in memory where ``axis`` says; a copy if need be."""
+    return x.movedim(-1, axis).contiguous().movedim(axis, -1)
 
 
 def blend_outer(
@@ -105,27 +110,39 @@ def blend_outer(
 ) -> None:
     """Compute ``reference.blend_outer``; the arithmetic is in the type of the scales.
 
-    Without ``a``, ``x_b`` is x E^T, the product with dense noise: (n, addresses, rows, positions). Without both, only
-    the bias is added.
+    ``out``, ``base`` and x E^T are not copied if positions follow examples in memory, as in images whose channels come
+    last. Without ``a``, ``x_b`` is x E^T, the product with dense noise: (n, addresses, rows, positions). Without both,
+    only the bias is added.
     """
-    members, n, rows, positions = out.shape
+    members, images, rows, positions = out.shape
     is_shared, rank, is_whole = base.dim() == 3, 0 if a is None else a.shape[1], x_b is not None and a is None
-    x_b, a = base if x_b is None else x_b, base if a is None else a
-    arrays, sizes = (out, base, x_b, a, bias, scales, member_address), (n, rows, positions, x_b.shape[1])
-    options = {"SHARED": is_shared, "RANK": rank, "WHOLE": is_whole, "RELU": relu}
     if not out.numel():
         return
+    axis = 1 if is_shared else 2  # after the examples: a position is an example to a kernel
+    base = place_positions(base, axis)
+    if x_b is not None:
+        x_b = place_positions(x_b, axis) if is_whole else x_b.contiguous()
+    target = place_positions(out, 2)  # out itself, unless it is in another order in memory
+    pixels, addresses = base.shape[-1], base.shape[1] if x_b is None else x_b.shape[1]
+    sizes = (images * pixels, rows, pixels, addresses)
+    x_b, a = base if x_b is None else x_b, base if a is None else a
+    arrays = (target, base, x_b, a, bias, scales, member_address)
+    options: dict[str, Any] = {"SHARED": is_shared, "RANK": rank, "WHOLE": is_whole, "RELU": relu}
+    elements, warps = (2048, 1) if is_shared and window is None else (4096, 4)
+    tile_k = min(elements // 16, triton.next_power_of_2(rows))
+    options |= {"TILE_N": elements // tile_k, "TILE_K": tile_k, "num_warps": warps}
+    tiles_k = triton.cdiv(rows, tile_k)
     with torch.cuda.device_of(out):
-        if window is not None:
+        if window is None:
+            grid = (members * triton.cdiv(images * pixels, elements // tile_k) * tiles_k,)
+            _blend[grid](*arrays, *sizes, **options)
+        else:
             _, width, ky, kx, stride_y, stride_x = window
-            map_sizes = (base.shape[-1], width, (width - kx) // stride_x + 1, stride_y, stride_x)
-            grid = (members * triton.cdiv(n * positions, 128),)
-            _blend_pooled[grid](*arrays, *sizes, *map_sizes, **options, KY=ky, KX=kx, TILE=128, num_warps=4)
-            return
-        widest, warps = (128, 1) if is_shared else (256, 4)
-        tile_n, tile_q = 16, min(widest, triton.next_power_of_2(rows * positions))
-        grid = (members * triton.cdiv(n, tile_n) * triton.cdiv(rows * positions, tile_q),)
-        _blend[grid](*arrays, *sizes, **options, MAPS=positions > 1, TILE_N=tile_n, TILE_Q=tile_q, num_warps=warps)
+            places = (positions, width, (width - kx) // stride_x + 1, stride_y, stride_x)
+            grid = (members * triton.cdiv(images * positions, elements // tile_k) * tiles_k,)
+            _blend_pooled[grid](*arrays, *sizes, *places, **options, KY=ky, KX=kx)
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target)
 
 
 @triton.jit
@@ -263,7 +280,7 @@ def narrow_linear(
 
 @triton.jit
 def _multiply_taps(
-    out, x, b_taps, member_address, n, channels, pixels, taps,
+    out, x, b_taps, member_address, n, channels, pixels, taps, channel_stride, pixel_stride,
     EVEN: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr, TILE_P: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(pixels, TILE_P)
@@ -271,18 +288,26 @@ def _multiply_taps(
     image, p = program // tiles, program % tiles * TILE_P + tl.arange(0, TILE_P)
     k, c = tl.arange(0, TAPS), tl.arange(0, CHANNELS)
     b_taps += (tl.load(member_address + image // n) * taps + k[:, None]) * channels
-    x += image * channels * pixels + p[None, :]
+    x += image * channels * pixels + p[None, :] * pixel_stride
     total = tl.zeros((TAPS, TILE_P), tl.float32)
     for first in range(0, channels, CHANNELS):
         channel = first + c
         channel_mask = channel < channels
         left = tl.load(b_taps + channel[None, :], mask=(k < taps)[:, None] & channel_mask[None, :], other=0.0)
-        at = x + channel[:, None] * pixels
+        at = x + channel[:, None] * channel_stride
         mask = channel_mask[:, None] & (p < pixels)[None, :]
         right = tl.load(at) if EVEN else tl.load(at, mask=mask, other=0.0)
         total = tl.dot(left, right, total)
     offset = out + (image * taps + k[:, None]) * pixels + p[None, :]
     tl.store(offset, total, mask=(k < taps)[:, None] & (p < pixels)[None, :])
+
+
+def map_strides(x: torch.Tensor) -> tuple[int, int]:
+    """Return how far two channels, and two pixels, are apart in memory: x is (members, n, channels, height, width)."""
+    if x.is_contiguous():
+        return x.shape[3] * x.shape[4], 1
+    assert x.movedim(2, -1).is_contiguous()
+    return 1, x.shape[2]
 
 
 def multiply_taps(x: torch.Tensor, b_taps: torch.Tensor, member_address: torch.Tensor) -> torch.Tensor:
@@ -297,7 +322,7 @@ def multiply_taps(x: torch.Tensor, b_taps: torch.Tensor, member_address: torch.T
             grid = (members * n * triton.cdiv(pixels, tile_p),)
             options = {"TAPS": max(16, triton.next_power_of_2(taps)), "CHANNELS": tile_c, "TILE_P": tile_p}
             options |= {"EVEN": channels % tile_c == 0 and pixels % tile_p == 0, "num_warps": 4}
-            sizes = (n, channels, pixels, taps)
+            sizes = (n, channels, pixels, taps, *map_strides(x))
             _multiply_taps[grid](out, x, b_taps.contiguous(), member_address, *sizes, **options)
     return out
 
@@ -306,6 +331,7 @@ def multiply_taps(x: torch.Tensor, b_taps: torch.Tensor, member_address: torch.T
 def _thin_convolution(
     out, x, b, member_address, n, channels, height, width, out_height, out_width, rank,
     stride_y, stride_x, padding_y, padding_x, dilation_y, dilation_x,
+    channel_stride, pixel_stride,
     TAPS: tl.constexpr, KY: tl.constexpr, KX: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Convolve a tile of the positions of all examples of one member; with TAPS, x has one map per tap of a filter."""
@@ -323,14 +349,14 @@ def _thin_convolution(
         row = out_y * stride_y + k // KX * dilation_y - padding_y
         column = out_x * stride_x + k % KX * dilation_x - padding_x
         mask = (j < n) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
-        at = x + row * width + column
+        at = x + (row * width + column) * pixel_stride
         if TAPS:
-            total += tl.load(at + k * height * width, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(at + k * channel_stride, mask=mask, other=0.0).to(tl.float32)
         else:
             for c in range(channels):
                 value, weight = tl.load(at, mask=mask, other=0.0), tl.load(b + c * KY * KX + k)
                 total += value.to(tl.float32) * weight.to(tl.float32)
-                at += height * width
+                at += channel_stride
     tl.store(out + ((member * n + j) * rank + r) * positions + q % positions, total, mask=j < n)
 
 
@@ -347,7 +373,7 @@ def thin_convolution(
 
     Args:
         out: (members, n, rank, height, width); sums are in float32.
-        x: (members, n, channels, height, width).
+        x: (members, n, channels, height, width), with the channels before or after the pixels in memory.
         b: B as filters, (addresses, rank, channels, kernel height, kernel width).
         member_address: for each member the index of its noise in ``b``.
         stride: of the convolution, along height and width.
@@ -360,11 +386,12 @@ def thin_convolution(
     if uses_taps:  # one map for each tap of a filter, in one pass over x; then the maps are shifted and added
         x = multiply_taps(x, b.flatten(3).transpose(2, 3).reshape(len(b), -1, channels), member_address)
     sizes = (n, channels, height, width, out_height, out_width, rank, *stride, *padding, *dilation)
+    strides = (height * width, 1) if uses_taps else map_strides(x)
     if out.numel():
         with torch.cuda.device_of(out):
             grid = (members * rank * triton.cdiv(n * out_height * out_width, 256),)
             options = {"TAPS": uses_taps, "KY": b.shape[-2], "KX": b.shape[-1], "TILE": 256, "num_warps": 4}
-            _thin_convolution[grid](out, x, b, member_address, *sizes, **options)
+            _thin_convolution[grid](out, x, b, member_address, *sizes, *strides, **options)
 
 
 @triton.jit

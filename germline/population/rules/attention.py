@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from germline.kernels import kernel_device, kernels_for
 from germline.population.block import Block, current_block
 from germline.population.rules.layer import Layer, LayerCall
 from germline.population.rules.linear import linear
@@ -37,13 +38,24 @@ def attention(call: LayerCall) -> tuple[Tensor, None]:
     is_transposed = not module.batch_first and x.dim() - first == 3
     x = x.transpose(first, first + 1) if is_transposed else x  # (members, ..., length, width)
     packed = project(call, module, "in_proj_weight", "in_proj_bias", x, call.batched[0])
-    split = [part.view(*part.shape[:-1], module.num_heads, -1) for part in packed.chunk(3, -1)]
-    heads = [part.transpose(-2, -3) for part in split]  # (members, ..., heads, length, width)
-    sequences = [part.reshape(-1, *part.shape[-3:]) for part in heads]
-    pieces = zip(*(torch.split(part, MAX_SEQUENCES) for part in sequences), strict=True)
-    mixed = torch.cat([F.scaled_dot_product_attention(*piece) for piece in pieces]).view(heads[0].shape)
-    out = project(call, module.out_proj, "weight", "bias", mixed.transpose(-2, -3).flatten(-2), True)
+    sizes = (3, module.num_heads, packed.shape[-1] // (3 * module.num_heads))
+    heads = packed.reshape(-1, packed.shape[-2], *sizes).transpose(1, 3).unbind(2)  # (sequences, heads, length, width)
+    mixed = attend_sequences(*heads).transpose(1, 2).reshape(*packed.shape[:-1], -1)
+    out = project(call, module.out_proj, "weight", "bias", mixed, True)
     return out.transpose(1, 2) if is_transposed else out, None
+
+
+def attend_sequences(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **settings: Any) -> Tensor:
+    """Return attention of any number of sequences, (sequences, heads, length, width); short ones have a kernel."""
+    device = kernel_device(query.device)
+    if mask is None and device.type == "cuda" and kernels_for(device).fits_attention(query, key, value):
+        known = {name: settings[name] for name in ("is_causal", "scale") if name in settings}
+        out: Tensor = kernels_for(device).attend(query, key, value, **known)
+        return out
+    tensors = [query, key, value] + ([] if mask is None else [mask])
+    pieces = zip(*(torch.split(x, max(1, MAX_SEQUENCES // query.shape[1])) for x in tensors), strict=True)
+    parts = [F.scaled_dot_product_attention(*piece, **settings) for piece in pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def project(call: LayerCall, part: nn.Module, weight: str, bias: str, x: Tensor, batched: bool) -> Tensor:
@@ -70,7 +82,7 @@ def attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **settings)
     tensors = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
     is_plain = attn_mask is None and scale is None and not enable_gqa
-    if not is_plain and all(2 <= x.dim() <= 4 for x in tensors):
+    if (not is_plain or kernel_device(query.device).type == "cuda") and all(2 <= x.dim() <= 4 for x in tensors):
         sizes = max(x.dim() for x in tensors[:3])
         out = attend_together(block, [x[(None,) * (4 - x.dim())] for x in tensors], settings)
         return out[(0,) * (4 - sizes)]  # sizes of one, which the inputs did not have
@@ -97,10 +109,7 @@ def attend_together(block: Block, tensors: list[Tensor], settings: dict[str, Any
         of_members = [x if own else x.expand(block.size, *x.shape) for x, own in zip(inputs, batched, strict=True)]
         examples = max(x.shape[1] for x in of_members)  # a mask may have one for all
         rows = [x.expand(-1, examples, -1, -1, -1).reshape(-1, *x.shape[2:]) for x in of_members]
-        at_once = max(1, MAX_SEQUENCES // rows[0].shape[1])
-        pieces = zip(*(torch.split(x, at_once) for x in rows), strict=True)
-        out = [F.scaled_dot_product_attention(*piece, **settings) for piece in pieces]
-        joined = out[0] if len(out) == 1 else torch.cat(out)
+        joined = attend_sequences(*rows, **settings)
         return [joined.view(block.size, examples, *joined.shape[1:])]
 
     (out,) = block.call_once(tensors, compute)

@@ -50,9 +50,10 @@ class Parts:
         n, rows = self.base.shape[:2] if self.shared else self.base.shape[1:3]
         full = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         dtype = full if device.type == "cpu" else self.base.dtype  # in memory; the arithmetic is in full
-        base = self.base.reshape(*(() if self.shared else (members,)), n, rows, -1).to(device, dtype).contiguous()
-        x_b = self.x_b.reshape(*((n, addresses) if self.shared else (members, n)), rank, -1).to(device).contiguous()
-        x_b = x_b.to(dtype) if device.type == "cpu" else x_b
+        base = self.base.reshape(*(() if self.shared else (members,)), n, rows, -1).to(device, dtype)
+        x_b = self.x_b.reshape(*((n, addresses) if self.shared else (members, n)), rank, -1).to(device)
+        if device.type == "cpu":
+            base, x_b = base.contiguous(), x_b.contiguous().to(dtype)
         a = self.a.transpose(1, 2).to(device, dtype).contiguous()  # (addresses, rank, R)
         bias = base.new_zeros(members, rows) if self.bias is None else self.bias.to(device, dtype).contiguous()
         return base, x_b, a, bias, self.scales.to(device, full)
@@ -101,11 +102,18 @@ def combine(parts: Parts) -> Tensor:
     fused, sizes, rest = fuse_epilogue(parts.epilogue, positions)
     base, x_b, a, bias, scales = parts.flatten(device)
     members, (n, rows) = len(scales), base.shape[-3:-1]
-    out = allocate((members, n, rows, sizes.numel()), base) if parts.shared or fused.window else base
+    out = allocate_output(members, n, rows, sizes, base) if parts.shared or fused.window else base
     member_address = cached_tensor(parts.member_address, device)
     arrays = (as_kernel_arg(array) for array in (out, base, x_b, a, bias, scales, member_address))
     kernels_for(device).blend_outer(*arrays, *fused)
     return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
+
+
+def allocate_output(members: int, n: int, rows: int, sizes: torch.Size, like: Tensor) -> Tensor:
+    """Return memory for (members, n, rows, positions); on a GPU positions come before rows in it."""
+    if like.device.type == "cpu":
+        return allocate((members, n, rows, sizes.numel()), like)
+    return like.new_empty(members, n, sizes.numel(), rows).transpose(2, 3)
 
 
 def combine_without_kernels(parts: Parts) -> Tensor:
@@ -125,9 +133,9 @@ def add_noise(call: LayerCall, base: Tensor, noise: Tensor) -> Tensor:
     """
     n, rows = base.shape[:2]
     fused, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
-    out = base.new_empty(call.block.size, n, rows, sizes.numel())
-    noise = noise.reshape(n, -1, rows, base.shape[2:].numel()).contiguous()
-    base = base.reshape(n, rows, -1).contiguous()
+    out = allocate_output(call.block.size, n, rows, sizes, base)
+    noise = noise.reshape(n, -1, rows, base.shape[2:].numel())
+    base = base.reshape(n, rows, -1)
     scales, bias = call.block.scales(call.layer.slots["weight"]), call.optional_weights("bias")
     add_terms(out, base, noise, bias, scales, call.block.member_address, fused)
     return apply_epilogue(out.view(*out.shape[:3], *sizes), rest)

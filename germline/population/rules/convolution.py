@@ -4,13 +4,15 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from germline.kernels import kernel_device, kernels_for
 from germline.noise import cached_tensor
-from germline.population.rules.blend import Parts, can_multiply_noise, combine, multiply_shared_input
+from germline.population.rules.blend import Parts, add_bias, can_multiply_noise, combine, multiply_shared_input
 from germline.population.rules.layer import LayerCall
-from germline.population.rules.linear import THIN
+from germline.population.rules.linear import THIN, batched_linear
 from germline.population.rules.passes import finish_outputs
+from germline.population.rules.pending import apply_epilogue
 
 LARGEST_KERNEL = 49  # places of a filter, up to which the noise has a kernel
 
@@ -27,6 +29,8 @@ def convolution(call: LayerCall) -> torch.Tensor:
             return convolve_with_kernel(call, x)
         if not call.has_shared_input and matrix is not None and is_worth_splitting(call, x):
             return convolve_thinly(call, x)
+    if call.batched[0] and has_examples and is_pointwise(module) and kernel_device(x.device).type == "cuda":
+        return convolve_points(call)
     return convolve_per_member(call)
 
 
@@ -41,20 +45,25 @@ def convolve_with_kernel(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
     """Do one large convolution with the center's filters; a kernel adds the noise of each member."""
     block, index, module = call.block, call.layer.slots["weight"], call.module
     a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
-    rank = a.shape[2]
-    x = x.contiguous()
-    base = module._conv_forward(x.flatten(0, 1), block.generation.center(index), None)
-    base = base.contiguous().view(*x.shape[:2], *base.shape[1:])  # (members, n, R, *sizes)
-    channels, *kernel = block.slot(index).shape[1:]
-    filters = b.transpose(1, 2).reshape(len(b), rank, channels, *as_image(kernel))
-    x_b = torch.empty(*x.shape[:2], rank, *as_image(base.shape[3:]), device=x.device)
+    rank, (channels, *kernel) = a.shape[2], block.slot(index).shape[1:]
     settings = as_image(module.stride), as_image(module.padding, missing=0), as_image(module.dilation)
+    images = channels_last(x.reshape(-1, channels, *as_image(x.shape[3:])))
+    center = block.generation.center(index).view(-1, channels, *as_image(kernel))
+    base = channels_last(F.conv2d(images, center, None, *settings))
+    base, images = (maps.view(*x.shape[:2], *maps.shape[1:]) for maps in (base, images))
+    x_b = torch.empty(*x.shape[:2], rank, *base.shape[3:], device=x.device)
+    filters = b.transpose(1, 2).reshape(len(b), rank, channels, *as_image(kernel)).contiguous()
     member_address = cached_tensor(block.member_address, x.device)
-    images = x.view(*x.shape[:3], *as_image(x.shape[3:]))
-    kernels_for(x.device).thin_convolution(x_b, images, filters.contiguous(), member_address, *settings)
-    x_b = x_b.view(*x.shape[:2], rank, *base.shape[3:])
+    kernels_for(x.device).thin_convolution(x_b, images, filters, member_address, *settings)
+    if x.dim() == 4:
+        base, x_b = base.squeeze(3), x_b.squeeze(3)
     bias, scales = call.optional_weights("bias"), block.scales(index)
     return combine(Parts(base, x_b, a, bias, scales, block.member_address, call.epilogue, shared=False))
+
+
+def channels_last(images: torch.Tensor) -> torch.Tensor:
+    """Return images, (n, C, height, width), whose channels are next to each other in memory, as cuDNN takes them."""
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def is_worth_splitting(call: LayerCall, x: torch.Tensor) -> bool:
@@ -81,6 +90,19 @@ def convolve_thinly(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
 def as_image(sizes: Any, *, missing: int = 1) -> tuple[int, ...]:
     """Return the sizes of an image, or those of a sequence as an image of one row."""
     return (missing, *sizes) if len(sizes) == 1 else tuple(sizes)
+
+
+def is_pointwise(module: Any) -> bool:
+    """Return whether a convolution is one product with the channels of each pixel."""
+    is_plain = not isinstance(module.padding, str) and not any(module.padding) and module.groups == 1
+    return is_plain and set(module.kernel_size) == set(module.stride) == {1}
+
+
+def convolve_points(call: LayerCall) -> torch.Tensor:
+    """Multiply the channels of each pixel with each member's weights: one product for all members."""
+    (x,), weight, bias = call.inputs, call.weights("weight").flatten(2), call.optional_weights("bias")
+    out = add_bias(batched_linear(x.movedim(2, -1), weight, None), bias, ())
+    return apply_epilogue(out.movedim(-1, 2), call.epilogue)
 
 
 def convolve_per_member(call: LayerCall) -> torch.Tensor:

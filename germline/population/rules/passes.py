@@ -63,13 +63,21 @@ def add_noise_on_cpu(call: LayerCall, base: Tensor, multiply: Callable[[Tensor],
     return apply_epilogue(out.view(block.size, n, rows, *sizes).to(dtype), rest)
 
 
+def has_channels_last(images: Tensor) -> bool:
+    """Return whether the channels of images, (n, C, height, width), are next to each other in memory."""
+    return images.dim() == 4 and not images.is_contiguous() and images.movedim(1, -1).is_contiguous()
+
+
 def finish_outputs(outputs: Iterator[Tensor], members: int, epilogue: Epilogue) -> Tensor:
     """Return the outputs of all members, (n, R, ...) each, after the epilogue, in one tensor."""
     first = next(outputs)
     fused, sizes, rest = fuse_epilogue(epilogue, first.shape[2:])
     is_full = first.dtype in (torch.float32, torch.float64)
     if first.device.type != "cpu" or not is_full or not epilogue or rest:
-        return stack([apply_epilogue(output, epilogue) for output in chain([first], outputs)])
+        finished = [apply_epilogue(output, epilogue) for output in chain([first], outputs)]
+        if has_channels_last(finished[0]):
+            return torch.stack([output.movedim(1, -1) for output in finished]).movedim(-1, 2)
+        return stack(finished)
     out = allocate((members, *first.shape[:2], *sizes), first)
     finish_images, window = kernels_for(first.device).finish_images, fused.window or NO_WINDOW
     for finished, output in zip(out.flatten(2).numpy(), chain([first], outputs), strict=True):

@@ -2,12 +2,14 @@
 
 User code calls a layer, then an activation, perhaps a pooling. The layer returns a ``Pending`` tensor; an activation of
 one is a Pending again, with a longer epilogue; any other use computes it first. So code that uses an output in another
-way is right, too; code that uses it both before and after its activation has it computed twice.
+way is right, too; code that uses it both before and after its activation has it computed twice. What is pooled and kept
+as well, as in a U-Net, is computed once, and then pooled.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -70,19 +72,23 @@ class Pending(Tensor):
     call: Callable[[Epilogue], Tensor]
     epilogue: Epilogue
     value: Tensor | None
+    before: "Callable[[], Pending | None]"  # what is pooled, if anything still refers to it
 
     @staticmethod
     def create(call: Callable[[Epilogue], Tensor], epilogue: Epilogue = ()) -> "Pending":
         """Return a tensor that ``call`` computes, given the epilogue."""
         # code that gets past __torch_function__ reads NaN, which the check notices
         pending = torch.full((), float("nan")).as_subclass(Pending)
-        pending.call, pending.epilogue, pending.value = call, epilogue, None
+        pending.call, pending.epilogue, pending.value, pending.before = call, epilogue, None, lambda: None
         return pending
 
     def compute(self) -> Tensor:
         """Return the value, which is computed at the first call."""
         if self.value is None:
-            self.value = self.call(self.epilogue)
+            kept = self.before()
+            is_same = kept is not None and kept.value is None and kept.epilogue == self.epilogue[:-1]
+            # a value that was computed before may have been written to since
+            self.value = self.epilogue[-1](kept.compute()) if kept is not None and is_same else self.call(self.epilogue)
         return self.value
 
     @classmethod
@@ -96,7 +102,9 @@ class Pending(Tensor):
                 if function in IN_PLACE or kwargs.get("inplace"):
                     first.epilogue = (*first.epilogue, step)
                     return first
-                return Pending.create(first.call, (*first.epilogue, step))
+                result = Pending.create(first.call, (*first.epilogue, step))
+                result.before = ref(first) if isinstance(step, MaxPool) else result.before
+                return result
         return function(*materialize(args), **materialize(kwargs))
 
 

@@ -1,8 +1,8 @@
 """Recurrent layers and their cells for a block of members.
 
 On a CPU torch's own recurrent layers, member by member, are as fast as inference. Elsewhere the steps are taken for all
-members together: the inputs of all steps in one product, then one product per step. Small LSTMs with noise of rank 1
-have a kernel in which the state of a member stays on the chip from the first step to the last.
+members together: the inputs of all steps in one product, then one product per step. Small LSTMs have a kernel in which
+the weights and the state of a member stay on the chip from the first step to the last.
 """
 
 from typing import Any
@@ -70,17 +70,23 @@ def run_direction(call: LayerCall, x: Tensor, state: list[Tensor], suffix: str) 
 def stays_on_chip(call: LayerCall, suffix: str) -> bool:
     """Return whether one layer in one direction has a kernel."""
     block, module = call.block, call.module
-    matrix = block.matrix(call.layer.slots.get(f"weight_hh{suffix}"))
     is_small = isinstance(module, nn.LSTM) and module.hidden_size <= LARGEST_STATE and not module.proj_size
-    fits = is_small and matrix is not None and matrix.rank == 1 and block.generation.dtype == torch.bfloat16
+    fits = is_small and block.generation.dtype == torch.bfloat16
     return fits and kernel_device(block.generation.candidates.center.device).type == "cuda"
 
 
 def run_on_chip(call: LayerCall, x: Tensor, state: list[Tensor], suffix: str) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Do the same as ``run_direction`` in one kernel."""
     block, hidden, examples_first = call.block, call.module.hidden_size, call.module.batch_first
-    index, weight = call.layer.slots[f"weight_hh{suffix}"], call.weights(f"weight_ih{suffix}")
-    a, b = (factor.squeeze(2).contiguous() for factor in block.factors(index, x.dtype))
+    weight, index = call.weights(f"weight_ih{suffix}"), call.layer.slots.get(f"weight_hh{suffix}")
+    matrix = block.matrix(index)
+    recurrent_weights: tuple[Tensor, Tensor | None, Tensor | None]
+    if index is not None and matrix is not None and matrix.rank == 1:
+        a, b = (factor.squeeze(2).contiguous() for factor in block.factors(index, x.dtype))
+        recurrent_weights, scales = (block.generation.center(index), a, b), block.scales(index).float()
+    else:
+        recurrent_weights = (call.weights(f"weight_hh{suffix}").contiguous(), None, None)
+        scales = torch.zeros(block.size, device=x.device)
     bias = torch.zeros(block.size, 4 * hidden, device=x.device)
     for name in ("ih", "hh") if call.module.bias else ():
         bias += call.weights(f"bias_{name}{suffix}")
@@ -94,8 +100,7 @@ def run_on_chip(call: LayerCall, x: Tensor, state: list[Tensor], suffix: str) ->
     n = x.shape[1 if examples_first else 2]
     last = x.new_empty(block.size, n, hidden), x.new_empty(block.size, n, hidden)
     first = (state[0].contiguous(), state[1].contiguous()) if state else None
-    scales, member_address = block.scales(index).float(), cached_tensor(block.member_address, x.device)
-    arrays = (block.generation.center(index), a, b, bias, scales, member_address)
+    arrays = (*recurrent_weights, bias, scales, cached_tensor(block.member_address, x.device))
     kernels_for(x.device).lstm(out, last, first, *arrays, *inputs, examples_first)
     return out.transpose(1, 2) if examples_first else out, last
 

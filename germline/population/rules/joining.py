@@ -1,0 +1,72 @@
+"""Images of all members on a GPU that are enlarged, or joined along their channels, which are next to each other there.
+
+Torch has these operations for two images whose channels come first, or takes several times as long.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from germline.kernels import kernel_device
+from germline.population.block import Block, current_block
+from germline.population.rules.pending import materialize
+
+
+def find_block(images: Sequence[Tensor]) -> Block | None:
+    """Return the block that is computed at once, if these are images of its members on a GPU."""
+    block = current_block.block
+    is_at_once = block is not None and block.vmap_index is not None and block.single_member is None
+    if not is_at_once or any(x.dim() != 4 for x in images) or len({x.dtype for x in images}) != 1:
+        return None
+    return block if kernel_device(images[0].device).type == "cuda" else None
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0, **settings: Any) -> Tensor:
+    """Return ``torch.cat``; channels of images are copied next to each other."""
+    images = materialize(list(tensors))
+    block = find_block(images) if dim in (1, -3) and images and not settings else None
+    if block is None:
+        return torch.cat(images, dim, **settings)
+
+    def join(images: list[Tensor]) -> Tensor:
+        rows = [x.reshape(-1, x.shape[-1]) for x in images]  # torch is slow with more than four dimensions
+        return torch.cat(rows, 1).view(*images[0].shape[:-1], -1)
+
+    return call_with_channels_last(block, images, join)
+
+
+def interpolate(
+    x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **settings: Any
+) -> Tensor:
+    """Return ``F.interpolate``; images that become some times as large are copied pixel by pixel."""
+    (x,) = materialize([x])
+    is_whole = isinstance(scale_factor, int | float) and float(scale_factor).is_integer() and scale_factor >= 1
+    block = find_block([x]) if is_whole and size is None and mode == "nearest" and not settings else None
+    if block is None:
+        return F.interpolate(x, size, scale_factor, mode, **settings)
+    times = int(scale_factor)
+
+    def enlarge(images: list[Tensor]) -> Tensor:
+        (x,) = images
+        *members, height, width, channels = x.shape
+        pixels = x.reshape(-1, 1, width, 1, channels)
+        if channels * x.element_size() % 8 == 0 and pixels.data_ptr() % 8 == 0:
+            pixels = pixels.view(torch.int64)  # the same bytes in fewer numbers
+        large = pixels.expand(-1, times, -1, times, -1).reshape(-1, times, width, times, pixels.shape[-1])
+        return large.view(x.dtype).view(*members, height * times, width * times, channels)
+
+    return call_with_channels_last(block, [x], enlarge)
+
+
+def call_with_channels_last(block: Block, images: list[Tensor], function: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Call a function of the images of all members, (members, n, height, width, channels)."""
+
+    def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
+        of_members = [x if own else x.expand(block.size, *x.shape) for x, own in zip(inputs, batched, strict=True)]
+        return [function([x.movedim(2, -1) for x in of_members]).movedim(-1, 2)]
+
+    (out,) = block.call_once(images, compute)
+    return out
