@@ -218,3 +218,22 @@ def test_what_cannot_be_chosen_is_a_sentence() -> None:
         gl.Search(digits_net(), gl.OpenAIES(sigma="auto", mirrored=False), loss=F.cross_entropy).step(
             torch.zeros(4, 64), torch.zeros(4, dtype=torch.long)
         )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "has_loss", "evaluations", "expected"),
+    [
+        (20_000, False, None, ("snes", 256, None)),
+        (20_001, False, None, ("openai-es", 256, None)),
+        (20_000, True, None, ("openai-es", 256, None)),
+        (99_999, True, None, ("openai-es", 256, None)),
+        (100_000, True, None, ("openai-es", 256, 1)),
+        (20_000, False, 1_000_000, ("snes", 128, None)),  # half as many: there is a budget
+        (20_000, False, 6_000, ("snes", 32, None)),
+        (1, True, None, ("openai-es", 32, None)),
+        (0, True, None, ("openai-es", 32, None)),
+    ],
+)
+def test_the_strategy_of_a_problem(parameters: int, has_loss: bool, evaluations: int | None, expected: Any) -> None:
+    chosen = choose_strategy(parameters, has_loss=has_loss, evaluations=evaluations)
+    assert (chosen.name, chosen.population, getattr(chosen, "rank", None)) == expected

@@ -76,3 +76,8 @@ def test_zscores_are_those_of_the_finite_scores() -> None:
         scores = np.array([1.0, worst, 3.0], np.float32)
         assert (zscores(scores, maximize=True) / ONE).tolist() == [-1.0, -CLIP / ONE, 1.0]
         assert (zscores(scores, maximize=False) / ONE).tolist() == [1.0, -CLIP / ONE, -1.0]
+
+
+def test_zscores_are_worth_standard_deviations() -> None:
+    worth = zscores(np.array([1.0, 3.0]), maximize=True) * utility_unit("zscore", 2)
+    assert worth.tolist() == [-1.0, 1.0]
