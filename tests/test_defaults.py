@@ -80,6 +80,20 @@ def test_curvature_in_all_directions_forgives_longer_steps(directions: int, expe
     assert rate == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(("power", "expected"), [(1, 0.1), (3, 0.1), (11, 0.05)])
+def test_sigma_stays_below_where_the_noise_of_many_layers_multiplies(power: int, expected: float) -> None:
+    """Odd parts dominate at all sigmas, but scores spread by a power of sigma above 0.05."""
+    odd = np.random.default_rng(0).standard_normal(32)
+
+    def score(sigma: float) -> Any:
+        size = sigma if sigma <= 0.05 else 0.05 * (sigma / 0.05) ** power
+        return np.float32(1 + size * np.stack([odd, -odd], 1).ravel())
+
+    chosen = find_smooth_sigma(score, maximize=False)
+    assert chosen is not None
+    assert chosen[0] == expected
+
+
 def test_the_odd_share_by_hand() -> None:
     assert odd_share(np.array([3.0, -1.0], np.float32), 1.0) == 1.0  # 1 + 2 and 1 - 2
     assert odd_share(np.array([5.0, 1.0], np.float32), 1.0) == 0.5  # 1 + 2 + 2 and 1 + 2 - 2

@@ -33,6 +33,7 @@ ODD_SHARE, RANK_SHARE = 0.5, 0.75  # of the chosen sigma, where the score is smo
 SMOOTH_SHARE, SMOOTH_STEPS = 0.95, 3  # the share of a smooth score at one of the next smaller sigmas
 LARGEST_SIGMA = STEP_SIGMA = SIGMAS[1]  # of a choice, where the score is smooth and where it is made of steps
 STEP_FACTOR, KEEPING_FACTOR = 2.5, 0.3  # of the learning rate where the score is made of steps; if much can be lost
+STEEPEST = 4  # the power of sigma by which the spread of scores may grow around a choice
 LARGEST_RATE = 0.8  # the largest learning rate, in sigmas
 EVEN_RATIO = 1.5  # of the two sigmas of a smooth score, above which curvature is alike in all directions
 LARGEST_LOSS = 0.3  # of what members have lost where they are clearly worse, by their mean
@@ -95,7 +96,22 @@ def find_smooth_sigma(score: Callable[[float], Scores], *, maximize: bool) -> tu
     if not any(rank_share(score(sigma), maximize=maximize) >= SMOOTH_SHARE for sigma in smaller):
         return None
     factor = by_rank / (EVEN_RATIO * by_size) if by_size > 0 else 1.0
-    return min(max(by_size, by_rank / 2), LARGEST_SIGMA), max(1.0, factor)
+    return stay_below_jump(score, min(max(by_size, by_rank / 2), LARGEST_SIGMA)), max(1.0, factor)
+
+
+def stay_below_jump(score: Callable[[float], Scores], sigma: float) -> float:
+    """Return a sigma, or the next smaller one that is tried if scores spread steeply from there to above it.
+
+    The noise of many layers multiplies: the scores of a deep network without norms spread by powers of sigma.
+    """
+    i = max(i for i in range(len(SIGMAS)) if SIGMAS[i] >= sigma)
+    while i + 1 < len(SIGMAS):
+        smaller, larger = (float(np.std(score(s), dtype=np.float64)) for s in (SIGMAS[i + 1], SIGMAS[i]))
+        if not larger > smaller * (SIGMAS[i] / SIGMAS[i + 1]) ** STEEPEST > 0:
+            break
+        i += 1
+        sigma = SIGMAS[i]
+    return sigma
 
 
 def find_crossing(share: Callable[[float], float], least: float, first: int = 0) -> float:

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,10 +24,15 @@ from germline.optim.schedules import Schedule
 from germline.recipes.capitals import CAPITALS
 from germline.recipes.recipe import Recipe, seeded
 from germline.strategies import Gradient, OpenAIES
+from germline.strategies.settings import check_choice
 
 BYTES = 256
 DEV_BYTES = 100_000  # at the end of the addresses to train on
 TRAIN_STEP, DEV_STEP = 8, 16  # bytes between two windows
+Machine = Literal["gpu", "cores"]
+BYTE_NETS = {"gpu": (8, 16, 256, 256), "cores": (4, 8, 64, 128)}  # bytes, width, hidden units, examples of a batch
+BYTE_RUNS = {"gpu": (4096, 0.02, 0.006, 48_000), "cores": (512, 0.02, 0.012, 18_000)}  # members, sigma, lr, generations
+DECAY = 0.05  # of weights
 HELD_OUT = 66  # prompts of dev, and of test; those of a country, three in `smollm2-concise`, stay together
 OPERATIONS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
@@ -59,8 +64,23 @@ def bits_per_byte(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target) / math.log(2)
 
 
-def lm_bytes(*, seed: int = 0, context: int = 4, width: int = 8, hidden: int = 64, batch_size: int = 128) -> Recipe:
-    """Predict the next byte of State of the Union addresses from scratch; the last 20 addresses are held out."""
+def lm_bytes(
+    *,
+    seed: int = 0,
+    machine: Machine = "cores",
+    context: int | None = None,
+    width: int | None = None,
+    hidden: int | None = None,
+    batch_size: int | None = None,
+) -> Recipe:
+    """Predict the next byte of State of the Union addresses from scratch; the last 20 addresses are held out.
+
+    The net, the population and the batch are sized for a GPU or for two CPU cores, unless they are given.
+    """
+    check_choice("machine", machine, get_args(Machine))
+    usual, (population, sigma, lr, generations) = BYTE_NETS[machine], BYTE_RUNS[machine]
+    given = (context, width, hidden, batch_size)
+    context, width, hidden, batch_size = (x or y for x, y in zip(given, usual, strict=True))
     train, test = load_addresses()
     return Recipe(
         model=seeded(seed, lambda: ByteNet(context, width, hidden)),
@@ -69,10 +89,12 @@ def lm_bytes(*, seed: int = 0, context: int = 4, width: int = 8, hidden: int = 6
         test=make_byte_windows(test, context),
         loss=F.cross_entropy,
         metrics={"bits_per_byte": bits_per_byte},
-        strategy=OpenAIES(population=512, sigma=0.05, lr=Schedule("linear", 0.02, 0.0), rank=1),
+        strategy=OpenAIES(
+            population=population, sigma=sigma, lr=Schedule("linear", lr, 0.0), rank=1, weight_decay=DECAY
+        ),
         others={"gradient": Gradient(lr=Schedule("linear", 0.003, 0.0))},
         batch_size=batch_size,
-        generations=16_000,
+        generations=generations,
         evaluate_every=500,
         snapshot_every=1000,
     )

@@ -15,11 +15,16 @@ from germline.data.shapes import SIZE as SHAPES_SIZE
 from germline.errors import BadInput
 from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
-from germline.strategies import AUTO, GA, PSO, SNES, Gradient, MuLambda, OpenAIES
+from germline.strategies import GA, PSO, SNES, Gradient, MuLambda, OpenAIES
 from germline.strategies.settings import check_choice
 
 Size = Literal["small", "large"]
 SHAPES = {"small": (4, 2), "large": (32, 3)}  # channels of the first level, and how often images are halved in size
+WORK = {"small": (64, 2000), "large": (16, 7000)}  # squares of a batch, and generations
+STRATEGIES = {
+    "small": OpenAIES(population=64, sigma=0.05, lr=Schedule("linear", 0.04, 0.0)),
+    "large": OpenAIES(population=1024, sigma=0.01, lr=Schedule("linear", 0.003, 0.0), rank=1),
+}
 
 
 class UNet(nn.Module):
@@ -91,7 +96,7 @@ def cut_squares(images: Tensor, size: int) -> Tensor:
 
 
 def unet_nuclei(
-    *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
+    *, seed: int = 0, size: Size = "small", batch_size: int | None = None, crop: int = 32, steps: int | None = None
 ) -> Recipe:
     """Segment cell nuclei by a U-Net of 7,465 or 1,946,305 parameters, trained on squares, measured on whole images."""
     check_crop(crop, NUCLEI_SIZE)
@@ -99,7 +104,7 @@ def unet_nuclei(
 
 
 def unet_shapes(
-    *, seed: int = 0, size: Size = "small", batch_size: int = 64, crop: int = 32, steps: int = 2000
+    *, seed: int = 0, size: Size = "small", batch_size: int | None = None, crop: int = 32, steps: int | None = None
 ) -> Recipe:
     """Segment textured shapes under uneven light, which no threshold finds, by the U-Net of ``unet-nuclei``."""
     check_crop(crop, SHAPES_SIZE)
@@ -113,9 +118,10 @@ def check_crop(crop: int, pixels: int) -> None:
         raise BadInput(f"{message}, not {crop}.")
 
 
-def build_recipe(data: Splits, size: Size, batch_size: int, crop: int, steps: int, seed: int) -> Recipe:
-    """Return the recipe of a U-Net on images with masks."""
+def build_recipe(data: Splits, size: Size, batch_size: int | None, crop: int, steps: int | None, seed: int) -> Recipe:
+    """Return the recipe of a U-Net on images with masks; the usual batch and generations are those of its size."""
     check_choice("size", size, get_args(Size))
+    usual_batch, usual_steps = WORK[size]
     x, y = (cut_squares(part, crop) for part in data.train)
     has_mask = y.amax((1, 2, 3)) > 0  # the others teach little
     return Recipe(
@@ -125,7 +131,7 @@ def build_recipe(data: Splits, size: Size, batch_size: int, crop: int, steps: in
         test=data.test,
         loss=overlap,
         metrics={"dice": dice, "iou": iou},
-        strategy=OpenAIES(population=64, sigma=0.05, lr=Schedule("linear", 0.04, 0.0)) if size == "small" else AUTO,
+        strategy=STRATEGIES[size],
         others={
             "snes": SNES(population=64, sigma=0.05),
             "mu-lambda": MuLambda(population=64, parents=8, sigma=0.03),
@@ -133,8 +139,8 @@ def build_recipe(data: Splits, size: Size, batch_size: int, crop: int, steps: in
             "pso": PSO(population=64, sigma=0.05, decay=0.98),
             "gradient": Gradient(lr=Schedule("linear", 0.003, 0.0)),
         },
-        batch_size=batch_size,
-        generations=steps,
+        batch_size=batch_size or usual_batch,
+        generations=steps or usual_steps,
         evaluate_every=50,
         snapshot_every=100,
     )

@@ -1,6 +1,7 @@
-"""Images of all members on a GPU that are enlarged, or joined along their channels, which are next to each other there.
+"""Images of all members that are joined along their channels, or enlarged, on a GPU.
 
-Torch has these operations for two images whose channels come first, or takes several times as long.
+Rules for convolutions leave the channels of a pixel next to each other in memory. Under vmap, torch would put them
+apart again when it joins images, and takes several times as long to enlarge them.
 """
 
 from collections.abc import Callable, Sequence
