@@ -14,7 +14,7 @@ from germline.strategies.settings import check_choice
 Machine = Literal["gpu", "cores"]
 SIZES = {  # hidden units, population, batch size, sigma, generations
     "gpu": (256, 4096, 256, 0.05, 15000),
-    "cores": (64, 512, 512, 0.02, 11000),
+    "cores": (64, 512, 512, 0.02, 21000),
 }
 
 
