@@ -444,7 +444,9 @@ def test_attention_of_short_sequences(
     random = random_numbers(length)
     query = random(3, length, heads, width).to(dtype).transpose(1, 2)  # tokens before heads, as projections give them
     key, value = random(2, 3, kv_heads, length, width).to(dtype)
-    assert cuda.fits_attention(query, key, value)
+    assert cuda.fits_attention(query, key, value) == (dtype == NARROW or length <= 32)
+    if dtype == torch.float32 and length > 32:
+        return
     out = cuda.attend(query, key, value, is_causal=is_causal, scale=0.3)
     group = heads // kv_heads
     expected = F.scaled_dot_product_attention(

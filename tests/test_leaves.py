@@ -44,6 +44,10 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "two conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3)), ((5, 3, 7, 8),)),
     "pointwise conv2d": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Conv2d(6, 4, 1)), ((5, 3, 7, 8),)),
     "images that meet": (lambda: Meeting(), ((5, 3, 8, 10),)),
+    "images as vectors": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), Viewed(), nn.Linear(36, 2)),
+        ((5, 3, 8, 8),),
+    ),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), ((4, 2, 3, 4, 5),)),
     "transposed conv1d": (lambda: nn.ConvTranspose1d(4, 6, 3, groups=2, dilation=2), ((5, 4, 9),)),
     "transposed conv2d": (
@@ -105,6 +109,13 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Viewed(nn.Module):
+    """Sees images as vectors, which contiguous memory allows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(len(x), -1)
 
 
 class Meeting(nn.Module):
@@ -282,7 +293,7 @@ def rules_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     rules = "germline.population.rules"
-    for name in ("attention", "linear", "convolution", "recurrent", "norm", "joining"):
+    for name in ("attention", "blend", "linear", "convolution", "recurrent", "norm", "joining"):
         monkeypatch.setattr(sys.modules[f"{rules}.{name}"], "kernel_device", lambda device: AnyDevice())
     for name in ("attention", "blend", "linear", "convolution", "recurrent", "norm"):
         monkeypatch.setattr(sys.modules[f"{rules}.{name}"], "kernels_for", lambda device: kernels)

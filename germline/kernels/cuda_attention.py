@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 LONGEST, WIDEST = 128, 128  # tokens of a sequence, and elements of a head, that fit on the chip
+LONGEST_FLOAT32 = 32  # tokens in float32, whose products are computed in registers
 
 
 @triton.jit
@@ -43,9 +44,10 @@ def _attend(
 def fits_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether ``attend`` computes such tensors, (sequences, heads, tokens, width)."""
     length, width = query.shape[-2:]
-    is_short = 0 < length <= LONGEST and 0 < width <= WIDEST and query.dtype != torch.float64
+    longest = {torch.float32: LONGEST_FLOAT32, torch.float64: 0}.get(query.dtype, LONGEST)
+    is_short = 0 < length <= longest and 0 < width <= WIDEST
     is_alike = key.shape == value.shape and key.shape[-2:] == (length, width)
-    return is_short and is_alike and query.shape[-3] % key.shape[-3] == 0
+    return is_short and is_alike and key.shape[-3] > 0 and query.shape[-3] % key.shape[-3] == 0
 
 
 def attend(

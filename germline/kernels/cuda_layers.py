@@ -128,7 +128,9 @@ def blend_outer(
     x_b, a = base if x_b is None else x_b, base if a is None else a
     arrays = (target, base, x_b, a, bias, scales, member_address)
     options: dict[str, Any] = {"SHARED": is_shared, "RANK": rank, "WHOLE": is_whole, "RELU": relu}
-    elements, warps = (2048, 1) if is_shared and window is None else (4096, 4)
+    elements, warps = (2048, 1) if is_shared else (4096, 4)
+    if window is not None:  # whose places are all in registers
+        elements, warps = max(512, 8192 // triton.next_power_of_2(window[2] * window[3])), 4
     tile_k = min(elements // 16, triton.next_power_of_2(rows))
     options |= {"TILE_N": elements // tile_k, "TILE_K": tile_k, "num_warps": warps}
     tiles_k = triton.cdiv(rows, tile_k)

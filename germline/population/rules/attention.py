@@ -82,7 +82,9 @@ def attend(
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **settings)
     tensors = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
     is_plain = attn_mask is None and scale is None and not enable_gqa
-    if (not is_plain or kernel_device(query.device).type == "cuda") and all(2 <= x.dim() <= 4 for x in tensors):
+    is_of_members = any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
+    has_kernel = is_of_members and kernel_device(query.device).type == "cuda"
+    if (not is_plain or has_kernel) and all(2 <= x.dim() <= 4 for x in tensors):
         sizes = max(x.dim() for x in tensors[:3])
         out = attend_together(block, [x[(None,) * (4 - x.dim())] for x in tensors], settings)
         return out[(0,) * (4 - sizes)]  # sizes of one, which the inputs did not have

@@ -47,16 +47,17 @@ class Parts:
     def flatten(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return base, x_b, a, bias and scales as kernels take them: positions in one axis, ranks before rows."""
         (addresses, _, rank), members = self.a.shape, len(self.scales)
+        place = torch.device("cpu") if device.type == "cpu" else self.base.device
         n, rows = self.base.shape[:2] if self.shared else self.base.shape[1:3]
         full = torch.float64 if self.base.dtype == torch.float64 else torch.float32
         dtype = full if device.type == "cpu" else self.base.dtype  # in memory; the arithmetic is in full
-        base = self.base.reshape(*(() if self.shared else (members,)), n, rows, -1).to(device, dtype)
-        x_b = self.x_b.reshape(*((n, addresses) if self.shared else (members, n)), rank, -1).to(device)
+        base = self.base.reshape(*(() if self.shared else (members,)), n, rows, -1).to(place, dtype)
+        x_b = self.x_b.reshape(*((n, addresses) if self.shared else (members, n)), rank, -1).to(place)
         if device.type == "cpu":
             base, x_b = base.contiguous(), x_b.contiguous().to(dtype)
-        a = self.a.transpose(1, 2).to(device, dtype).contiguous()  # (addresses, rank, R)
-        bias = base.new_zeros(members, rows) if self.bias is None else self.bias.to(device, dtype).contiguous()
-        return base, x_b, a, bias, self.scales.to(device, full)
+        a = self.a.transpose(1, 2).to(place, dtype).contiguous()  # (addresses, rank, R)
+        bias = base.new_zeros(members, rows) if self.bias is None else self.bias.to(place, dtype).contiguous()
+        return base, x_b, a, bias, self.scales.to(place, full)
 
 
 def split_shared_product(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Parts:
@@ -68,11 +69,24 @@ def split_shared_product(call: LayerCall, x: Tensor, multiply: Callable[[Tensor]
         multiply: returns the product of x and weights of the layer's shape, with any number of rows: (n, rows, ...).
     """
     block, index = call.block, call.layer.slots["weight"]
-    base = block.generation.share_product(call.module, x, lambda: multiply(block.generation.center(index)))
+    base = multiply_center(call, x, multiply)
     a, b = block.factors(index, x.dtype)  # (addresses, R, rank), (addresses, C, rank)
     x_b = multiply(b.transpose(1, 2).reshape(-1, *block.slot(index).shape[1:]))
     bias = call.optional_weights("bias")
     return Parts(base, x_b, a, bias, block.scales(index), block.member_address, call.epilogue)
+
+
+def multiply_center(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the product of x and the center, (n, R, ...), which is computed once for all blocks of a generation."""
+    generation, index = call.block.generation, call.layer.slots["weight"]
+
+    def compute() -> Tensor:
+        base = multiply(generation.center(index))
+        if base.dim() == 2 or kernel_device(base.device).type == "cpu":
+            return base
+        return base.movedim(1, -1).contiguous().movedim(-1, 1)  # as kernels read it
+
+    return generation.share_product(call.module, x, compute)
 
 
 def multiply_shared_input(call: LayerCall, x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
@@ -80,8 +94,8 @@ def multiply_shared_input(call: LayerCall, x: Tensor, multiply: Callable[[Tensor
     block, index = call.block, call.layer.slots["weight"]
     if block.matrix(index) is not None:
         return combine(split_shared_product(call, x, multiply))
-    base = block.generation.share_product(call.module, x, lambda: multiply(block.generation.center(index)))
-    if x.device.type != "cpu":
+    base = multiply_center(call, x, multiply)
+    if kernel_device(x.device).type == "cuda":
         return add_noise(call, base, multiply(block.dense_noise(index, x.dtype).flatten(0, 1)))
     return add_noise_on_cpu(call, base, multiply)
 
@@ -102,18 +116,19 @@ def combine(parts: Parts) -> Tensor:
     fused, sizes, rest = fuse_epilogue(parts.epilogue, positions)
     base, x_b, a, bias, scales = parts.flatten(device)
     members, (n, rows) = len(scales), base.shape[-3:-1]
-    out = allocate_output(members, n, rows, sizes, base) if parts.shared or fused.window else base
-    member_address = cached_tensor(parts.member_address, device)
+    out = allocate_output((members, n, rows, sizes.numel()), base, device) if parts.shared or fused.window else base
+    member_address = cached_tensor(parts.member_address, base.device)
     arrays = (as_kernel_arg(array) for array in (out, base, x_b, a, bias, scales, member_address))
     kernels_for(device).blend_outer(*arrays, *fused)
     return apply_epilogue(out.view(members, n, rows, *sizes).to(parts.base.device, parts.base.dtype), rest)
 
 
-def allocate_output(members: int, n: int, rows: int, sizes: torch.Size, like: Tensor) -> Tensor:
-    """Return memory for (members, n, rows, positions); on a GPU positions come before rows in it."""
-    if like.device.type == "cpu":
-        return allocate((members, n, rows, sizes.numel()), like)
-    return like.new_empty(members, n, sizes.numel(), rows).transpose(2, 3)
+def allocate_output(shape: tuple[int, int, int, int], like: Tensor, device: torch.device) -> Tensor:
+    """Return memory for (members, n, rows, positions), in the order of a device's kernels: a GPU's have rows last."""
+    if device.type == "cpu":
+        return allocate(shape, like)
+    members, n, rows, positions = shape
+    return like.new_empty(members, n, positions, rows).transpose(2, 3)
 
 
 def combine_without_kernels(parts: Parts) -> Tensor:
@@ -133,7 +148,7 @@ def add_noise(call: LayerCall, base: Tensor, noise: Tensor) -> Tensor:
     """
     n, rows = base.shape[:2]
     fused, sizes, rest = fuse_epilogue(call.epilogue, base.shape[2:])
-    out = allocate_output(call.block.size, n, rows, sizes, base)
+    out = allocate_output((call.block.size, n, rows, sizes.numel()), base, kernel_device(base.device))
     noise = noise.reshape(n, -1, rows, base.shape[2:].numel())
     base = base.reshape(n, rows, -1)
     scales, bias = call.block.scales(call.layer.slots["weight"]), call.optional_weights("bias")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from germline.population.rules.attention import attend
-from germline.population.rules.joining import cat, interpolate
+from germline.population.rules.joining import cat, interpolate, view
 from germline.population.rules.linear import linear_function
 from germline.population.rules.losses import binary_cross_entropy_with_logits, cross_entropy
 from germline.population.rules.pending import materialize
@@ -18,13 +18,16 @@ from germline.population.rules.pooling import max_pool2d
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), max_pool2d),
     F.linear: linear_function,
-    F.interpolate: interpolate,
     F.scaled_dot_product_attention: attend,
     F.cross_entropy: cross_entropy,
     F.binary_cross_entropy_with_logits: binary_cross_entropy_with_logits,
 }
 
-JOINING = (torch.cat, torch.concat, torch.concatenate)
+OF_IMAGES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), cat),
+    F.interpolate: interpolate,
+    torch.Tensor.view: view,
+}
 CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -42,7 +45,7 @@ class FasterFunctions(TorchFunctionMode):
             return module.math_attention(*materialize(args), **(kwargs or {}))
         if function is F.group_norm and args:  # which asks for that order, unless its input is in the ordinary one
             args = (materialize(args[0]).contiguous(), *args[1:])
-        if function in JOINING and args:
-            return cat(*args, **(kwargs or {}))
+        if function in OF_IMAGES and args:
+            return OF_IMAGES[function](*args, **(kwargs or {}))
         is_plain = bool(args) and type(args[0]) is torch.Tensor
         return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **(kwargs or {}))

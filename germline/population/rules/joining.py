@@ -1,4 +1,4 @@
-"""Images of all members that are joined along their channels, or enlarged, on a GPU.
+"""Images of all members that are joined along their channels, enlarged, or seen as vectors, on a GPU.
 
 Rules for convolutions leave the channels of a pixel next to each other in memory. Under vmap, torch would put them
 apart again when it joins images, and takes several times as long to enlarge them.
@@ -20,14 +20,15 @@ def find_block(images: Sequence[Tensor]) -> Block | None:
     """Return the block that is computed at once, if these are images of its members on a GPU."""
     block = current_block.block
     is_at_once = block is not None and block.vmap_index is not None and block.single_member is None
-    if not is_at_once or any(x.dim() != 4 for x in images) or len({x.dtype for x in images}) != 1:
+    is_of_members = any(torch._C._functorch.is_batchedtensor(x) for x in images)  # not what all of them share
+    if not (is_at_once and is_of_members) or any(x.dim() != 4 for x in images) or len({x.dtype for x in images}) != 1:
         return None
     return block if kernel_device(images[0].device).type == "cuda" else None
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0, **settings: Any) -> Tensor:
     """Return ``torch.cat``; channels of images are copied next to each other."""
-    images = materialize(list(tensors))
+    images, dim = materialize(list(tensors)), settings.pop("axis", dim)
     block = find_block(images) if dim in (1, -3) and images and not settings else None
     if block is None:
         return torch.cat(images, dim, **settings)
@@ -45,7 +46,8 @@ def interpolate(
     """Return ``F.interpolate``; images that become some times as large are copied pixel by pixel."""
     (x,) = materialize([x])
     is_whole = isinstance(scale_factor, int | float) and float(scale_factor).is_integer() and scale_factor >= 1
-    block = find_block([x]) if is_whole and size is None and mode == "nearest" and not settings else None
+    is_plain = is_whole and size is None and mode == "nearest" and not any(settings.values())
+    block = find_block([x]) if is_plain else None
     if block is None:
         return F.interpolate(x, size, scale_factor, mode, **settings)
     times = int(scale_factor)
@@ -53,13 +55,24 @@ def interpolate(
     def enlarge(images: list[Tensor]) -> Tensor:
         (x,) = images
         *members, height, width, channels = x.shape
-        pixels = x.reshape(-1, 1, width, 1, channels)
+        pixels = x.contiguous().view(-1, 1, width, 1, channels)
         if channels * x.element_size() % 8 == 0 and pixels.data_ptr() % 8 == 0:
             pixels = pixels.view(torch.int64)  # the same bytes in fewer numbers
-        large = pixels.expand(-1, times, -1, times, -1).reshape(-1, times, width, times, pixels.shape[-1])
+        large = pixels.expand(-1, times, -1, times, -1).contiguous()
         return large.view(x.dtype).view(*members, height * times, width * times, channels)
 
     return call_with_channels_last(block, [x], enlarge)
+
+
+def view(x: Tensor, *shape: Any, **settings: Any) -> Tensor:
+    """Return ``Tensor.view``; a copy where only the order of the channels in memory is in the way."""
+    (x,) = materialize([x])
+    try:
+        return x.view(*shape, **settings)
+    except RuntimeError:
+        if settings or any(isinstance(size, torch.dtype) for size in shape):
+            raise
+        return x.reshape(*shape)
 
 
 def call_with_channels_last(block: Block, images: list[Tensor], function: Callable[[list[Tensor]], Tensor]) -> Tensor:

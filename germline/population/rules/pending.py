@@ -103,7 +103,8 @@ class Pending(Tensor):
                     first.epilogue = (*first.epilogue, step)
                     return first
                 result = Pending.create(first.call, (*first.epilogue, step))
-                result.before = ref(first) if isinstance(step, MaxPool) else result.before
+                if isinstance(step, MaxPool) and step.kernel != (1, 1):  # which would be a view of what is kept
+                    result.before = ref(first)
                 return result
         return function(*materialize(args), **materialize(kwargs))
 

@@ -17,6 +17,7 @@ from germline.population.rules.layer import LayerCall, per_member
 from germline.population.rules.linear import batched_linear
 
 LARGEST_STATE = 128  # of a layer whose state stays on the chip
+LARGEST_OWN_STATE = 64  # if each member has weights of its own, which are read from there at each step
 FEW_INPUTS = 4  # that are multiplied there, too
 
 
@@ -70,7 +71,9 @@ def run_direction(call: LayerCall, x: Tensor, state: list[Tensor], suffix: str) 
 def stays_on_chip(call: LayerCall, suffix: str) -> bool:
     """Return whether one layer in one direction has a kernel."""
     block, module = call.block, call.module
-    is_small = isinstance(module, nn.LSTM) and module.hidden_size <= LARGEST_STATE and not module.proj_size
+    matrix = block.matrix(call.layer.slots.get(f"weight_hh{suffix}"))
+    largest = LARGEST_STATE if matrix is not None and matrix.rank == 1 else LARGEST_OWN_STATE
+    is_small = isinstance(module, nn.LSTM) and module.hidden_size <= largest and not module.proj_size
     fits = is_small and block.generation.dtype == torch.bfloat16
     return fits and kernel_device(block.generation.candidates.center.device).type == "cuda"
 
