@@ -80,7 +80,7 @@ def lm_bytes(
     check_choice("machine", machine, get_args(Machine))
     usual, (population, sigma, lr, generations) = BYTE_NETS[machine], BYTE_RUNS[machine]
     given = (context, width, hidden, batch_size)
-    context, width, hidden, batch_size = (x or y for x, y in zip(given, usual, strict=True))
+    context, width, hidden, batch_size = (y if x is None else x for x, y in zip(given, usual, strict=True))
     train, test = load_addresses()
     return Recipe(
         model=seeded(seed, lambda: ByteNet(context, width, hidden)),

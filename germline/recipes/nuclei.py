@@ -139,8 +139,8 @@ def build_recipe(data: Splits, size: Size, batch_size: int | None, crop: int, st
             "pso": PSO(population=64, sigma=0.05, decay=0.98),
             "gradient": Gradient(lr=Schedule("linear", 0.003, 0.0)),
         },
-        batch_size=batch_size or usual_batch,
-        generations=steps or usual_steps,
+        batch_size=usual_batch if batch_size is None else batch_size,
+        generations=usual_steps if steps is None else steps,
         evaluate_every=50,
         snapshot_every=100,
     )

@@ -55,8 +55,7 @@ def convolve_with_kernel(call: LayerCall, x: torch.Tensor) -> torch.Tensor:
     filters = b.transpose(1, 2).reshape(len(b), rank, channels, *as_image(kernel)).contiguous()
     member_address = cached_tensor(block.member_address, x.device)
     kernels_for(x.device).thin_convolution(x_b, images, filters, member_address, *settings)
-    if x.dim() == 4:
-        base, x_b = base.squeeze(3), x_b.squeeze(3)
+    base = base.squeeze(3) if x.dim() == 4 else base
     bias, scales = call.optional_weights("bias"), block.scales(index)
     return combine(Parts(base, x_b, a, bias, scales, block.member_address, call.epilogue, shared=False))
 

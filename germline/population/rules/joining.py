@@ -43,8 +43,8 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, **settings: Any) -> Tensor:
 def interpolate(
     x: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", **settings: Any
 ) -> Tensor:
-    """Return ``F.interpolate``; images that become some times as large are copied pixel by pixel."""
-    (x,) = materialize([x])
+    """Return ``F.interpolate``; to enlarge images by a whole number, their pixels are repeated."""
+    x = materialize(x)
     is_whole = isinstance(scale_factor, int | float) and float(scale_factor).is_integer() and scale_factor >= 1
     is_plain = is_whole and size is None and mode == "nearest" and not any(settings.values())
     block = find_block([x]) if is_plain else None
@@ -66,7 +66,7 @@ def interpolate(
 
 def view(x: Tensor, *shape: Any, **settings: Any) -> Tensor:
     """Return ``Tensor.view``; a copy where only the order of the channels in memory is in the way."""
-    (x,) = materialize([x])
+    x = materialize(x)
     try:
         return x.view(*shape, **settings)
     except RuntimeError:

@@ -72,7 +72,7 @@ class Pending(Tensor):
     call: Callable[[Epilogue], Tensor]
     epilogue: Epilogue
     value: Tensor | None
-    before: "Callable[[], Pending | None]"  # what is pooled, if anything still refers to it
+    before: "Callable[[], Pending | None]"  # the images that are pooled, if other code still refers to them
 
     @staticmethod
     def create(call: Callable[[Epilogue], Tensor], epilogue: Epilogue = ()) -> "Pending":
@@ -85,10 +85,12 @@ class Pending(Tensor):
     def compute(self) -> Tensor:
         """Return the value, which is computed at the first call."""
         if self.value is None:
-            kept = self.before()
-            is_same = kept is not None and kept.value is None and kept.epilogue == self.epilogue[:-1]
+            unpooled = self.before()
             # a value that was computed before may have been written to since
-            self.value = self.epilogue[-1](kept.compute()) if kept is not None and is_same else self.call(self.epilogue)
+            if unpooled is not None and unpooled.value is None and unpooled.epilogue == self.epilogue[:-1]:
+                self.value = self.epilogue[-1](unpooled.compute())
+            else:
+                self.value = self.call(self.epilogue)
         return self.value
 
     @classmethod

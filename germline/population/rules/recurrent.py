@@ -16,8 +16,8 @@ from germline.noise import cached_tensor
 from germline.population.rules.layer import LayerCall, per_member
 from germline.population.rules.linear import batched_linear
 
-LARGEST_STATE = 128  # of a layer whose state stays on the chip
-LARGEST_OWN_STATE = 64  # if each member has weights of its own, which are read from there at each step
+LARGEST_STATE = 128  # units of a layer whose weights and state fit on the chip, with noise of rank 1
+LARGEST_DENSE_STATE = 64  # the same with any other noise
 FEW_INPUTS = 4  # that are multiplied there, too
 
 
@@ -72,7 +72,7 @@ def stays_on_chip(call: LayerCall, suffix: str) -> bool:
     """Return whether one layer in one direction has a kernel."""
     block, module = call.block, call.module
     matrix = block.matrix(call.layer.slots.get(f"weight_hh{suffix}"))
-    largest = LARGEST_STATE if matrix is not None and matrix.rank == 1 else LARGEST_OWN_STATE
+    largest = LARGEST_STATE if matrix is not None and matrix.rank == 1 else LARGEST_DENSE_STATE
     is_small = isinstance(module, nn.LSTM) and module.hidden_size <= largest and not module.proj_size
     fits = is_small and block.generation.dtype == torch.bfloat16
     return fits and kernel_device(block.generation.candidates.center.device).type == "cuda"
