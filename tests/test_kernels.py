@@ -402,6 +402,23 @@ def test_layer_norms(columns: int) -> None:
 
 
 @triton_only
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (700, 70), (2500, 6)])
+def test_batch_norms(rows: int, columns: int) -> None:
+    """Columns with a large mean and a small variance, whose rows are added in several parts."""
+    noise = torch.randn(3, rows, columns, generator=torch.Generator().manual_seed(0))
+    x = 30 + noise * torch.linspace(0.05, 1, columns)
+    mean, var = cuda.moments(x.to(GPU))
+    exact = x.double()
+    torch.testing.assert_close(mean.cpu().double(), exact.mean(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var.cpu().double(), exact.var(1, correction=0), rtol=1e-4, atol=1e-10)
+    alone, _ = cuda.moments(x[1:2].to(GPU))
+    assert torch.equal(alone[0], mean[1])  # it does not depend on the other members
+    out = cuda.scale_columns(x.to(GPU), mean, 1 + mean, torch.ones((), device=GPU)).cpu()
+    expected = (exact - exact.mean(1, keepdim=True)) * (1 + exact.mean(1, keepdim=True)) + 1
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+@triton_only
 @pytest.mark.parametrize("noise", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("has_state", [True, False])

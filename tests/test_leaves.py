@@ -70,6 +70,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "gru cell": (lambda: nn.GRUCell(4, 6), ((5, 4), (5, 6))),
     "rnn cell": (lambda: nn.RNNCell(4, 6, bias=False), ((4,),)),
     "batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4)), ((5, 6),)),
+    "batch norm of images": (lambda: NormedImages(), ((5, 3, 12, 13),)),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4), nn.LayerNorm(4)), ((5, 6),)),
     "group norm": (
         lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)),
@@ -116,6 +117,23 @@ class Viewed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(len(x), -1)
+
+
+class NormedImages(nn.Module):
+    """Batch norms of images: of the batch, without weights, by running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.norm1 = nn.Conv2d(3, 70, 3), nn.Conv2d(70, 4, 3), nn.BatchNorm2d(70)
+        self.norm2 = nn.BatchNorm2d(4, affine=False)
+        self.register_buffer("mean", torch.tensor([0.2, -0.1, 0.4]))
+        self.register_buffer("var", torch.tensor([1.5, 0.5, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.batch_norm(x, self.mean, self.var)
+        x = nn.functional.avg_pool2d(self.norm1(self.conv1(x)).relu(), 2)
+        x = self.norm2(self.conv2(x).relu())
+        return nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")
 
 
 class Meeting(nn.Module):

@@ -15,10 +15,12 @@ from germline.kernels import BLOCKS, ROUNDS, TILE, Address, Reading
 from germline.kernels.cuda_attention import attend as attend
 from germline.kernels.cuda_attention import fits_attention as fits_attention
 from germline.kernels.cuda_layers import blend_outer as blend_outer
-from germline.kernels.cuda_layers import layer_norm as layer_norm
 from germline.kernels.cuda_layers import narrow_linear as narrow_linear
 from germline.kernels.cuda_layers import thin_convolution as thin_convolution
 from germline.kernels.cuda_layers import thin_product as thin_product
+from germline.kernels.cuda_norms import layer_norm as layer_norm
+from germline.kernels.cuda_norms import moments as moments
+from germline.kernels.cuda_norms import scale_columns as scale_columns
 from germline.kernels.cuda_recurrent import lstm as lstm
 
 POPCOUNT = tl.constexpr(int(Reading.POPCOUNT))

@@ -394,32 +394,3 @@ def thin_convolution(
             grid = (members * rank * triton.cdiv(n * out_height * out_width, 256),)
             options = {"TAPS": uses_taps, "KY": b.shape[-2], "KX": b.shape[-1], "TILE": 256, "num_warps": 4}
             _thin_convolution[grid](out, x, b, member_address, *sizes, *strides, **options)
-
-
-@triton.jit
-def _layer_norm(out, x, weight, bias, n, columns, eps, TILE_N: tl.constexpr, TILE_C: tl.constexpr):
-    """Normalize TILE_N rows of one member."""
-    tiles = tl.cdiv(n, TILE_N)
-    program = tl.program_id(0).to(tl.int64)
-    member, j, c = program // tiles, program % tiles * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_C)
-    c_mask = c < columns
-    mask = (j < n)[:, None] & c_mask[None, :]
-    offset = (member * n + j)[:, None] * columns + c[None, :]
-    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(value, 1) / columns
-    value = tl.where(mask, value - mean[:, None], 0.0)
-    value = value * tl.rsqrt(tl.sum(value * value, 1) / columns + eps)[:, None]
-    scale = tl.load(weight + member * columns + c, mask=c_mask, other=0.0).to(tl.float32)
-    shift = tl.load(bias + member * columns + c, mask=c_mask, other=0.0).to(tl.float32)
-    tl.store(out + offset, value * scale[None, :] + shift[None, :], mask=mask)
-
-
-def layer_norm(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
-    """Normalize each row of x, (members, n, columns), then multiply by weight[i] and add bias[i]; in float32."""
-    members, n, columns = x.shape
-    tile_c = triton.next_power_of_2(columns)
-    tile_n = max(1, 2048 // tile_c)
-    if out.numel():
-        with torch.cuda.device_of(out):
-            grid = (members * triton.cdiv(n, tile_n),)
-            _layer_norm[grid](out, x, weight, bias, n, columns, eps, TILE_N=tile_n, TILE_C=tile_c, num_warps=4)

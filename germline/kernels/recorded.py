@@ -1,6 +1,7 @@
 """Functions on a GPU that are recorded once as a CUDA graph, then launched without Python between their kernels."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,6 +11,8 @@ import torch
 from germline.kernels import cached_arrays
 
 TRUSTED_FOR = 100  # launches of a function that is doubted, before it is checked again
+
+recording = threading.RLock()  # a recording begins by waiting for the GPU, which spoils one that is under way
 
 
 class Recorded:
@@ -72,10 +75,12 @@ class Recorded:
         graph = torch.cuda.CUDAGraph()
         try:
             stream = recording_stream(self.inputs[0].device)
-            with no_garbage_collection(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            with recording, no_garbage_collection(), capture:
                 self.output = self.function(*self.inputs)
         except Exception:  # the function waits for the GPU, or needs memory of the host
-            torch.cuda.synchronize()
+            with recording:
+                torch.cuda.synchronize()
             self.failed = True
             return
         self.graph = graph

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from germline.population.rules.attention import attend
 from germline.population.rules.joining import cat, interpolate, view
 from germline.population.rules.linear import linear_function
 from germline.population.rules.losses import binary_cross_entropy_with_logits, cross_entropy
+from germline.population.rules.norm import batch_norm
 from germline.population.rules.pending import materialize
 from germline.population.rules.pooling import max_pool2d
 
@@ -26,6 +28,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 OF_IMAGES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), cat),
     F.interpolate: interpolate,
+    F.batch_norm: batch_norm,
     torch.Tensor.view: view,
 }
 CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
@@ -48,4 +51,15 @@ class FasterFunctions(TorchFunctionMode):
         if function in OF_IMAGES and args:
             return OF_IMAGES[function](*args, **(kwargs or {}))
         is_plain = bool(args) and type(args[0]) is torch.Tensor
-        return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        try:
+            return (FUNCTIONS.get(function, function) if is_plain else function)(*args, **kwargs)
+        except RuntimeError as error:
+            if "memory_format other than" not in str(error):
+                raise
+        return function(*make_contiguous(args), **make_contiguous(kwargs))  # torch's own code asked for that order
+
+
+def make_contiguous(value: Any) -> Any:
+    """Return a value with every tensor in it computed, and in the ordinary order in memory."""
+    return tree_map(lambda x: x.contiguous() if isinstance(x, torch.Tensor) else x, materialize(value))

@@ -75,12 +75,15 @@ def view(x: Tensor, *shape: Any, **settings: Any) -> Tensor:
         return x.reshape(*shape)
 
 
-def call_with_channels_last(block: Block, images: list[Tensor], function: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Call a function of the images of all members, (members, n, height, width, channels)."""
+def call_with_channels_last(
+    block: Block, images: list[Tensor], function: Callable[..., Tensor], vectors: Sequence[Tensor] = ()
+) -> Tensor:
+    """Call a function of the images of all members, (members, n, height, width, channels), and of their vectors."""
+    count = len(images)
 
     def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:
         of_members = [x if own else x.expand(block.size, *x.shape) for x, own in zip(inputs, batched, strict=True)]
-        return [function([x.movedim(2, -1) for x in of_members]).movedim(-1, 2)]
+        return [function([x.movedim(2, -1) for x in of_members[:count]], *of_members[count:]).movedim(-1, 2)]
 
-    (out,) = block.call_once(images, compute)
+    (out,) = block.call_once([*images, *vectors], compute)
     return out
