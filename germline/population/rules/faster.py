@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from germline.population.rules.attention import attend
-from germline.population.rules.joining import cat, interpolate, view
+from germline.population.rules.joining import adaptive_avg_pool2d, cat, interpolate, view
 from germline.population.rules.linear import linear_function
 from germline.population.rules.losses import binary_cross_entropy_with_logits, cross_entropy
 from germline.population.rules.norm import batch_norm
@@ -28,6 +28,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
 OF_IMAGES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), cat),
     F.interpolate: interpolate,
+    F.adaptive_avg_pool2d: adaptive_avg_pool2d,
     F.batch_norm: batch_norm,
     torch.Tensor.view: view,
 }

@@ -1,7 +1,7 @@
-"""Images of all members that are joined along their channels, enlarged, or seen as vectors, on a GPU.
+"""Images of all members that are joined along their channels, enlarged, averaged, or seen as vectors, on a GPU.
 
 Rules for convolutions leave the channels of a pixel next to each other in memory. Under vmap, torch would put them
-apart again when it joins images, and takes several times as long to enlarge them.
+apart again when it joins images, takes several times as long to enlarge them, and averages them member by member.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, **settings: Any) -> Tensor:
         return torch.cat(images, dim, **settings)
 
     def join(images: list[Tensor]) -> Tensor:
-        rows = [x.reshape(-1, x.shape[-1]) for x in images]  # torch is slow with more than four dimensions
+        rows = [x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in images]  # torch is slow with many dimensions
         return torch.cat(rows, 1).view(*images[0].shape[:-1], -1)
 
     return call_with_channels_last(block, images, join)
@@ -62,6 +62,14 @@ def interpolate(
         return large.view(x.dtype).view(*members, height * times, width * times, channels)
 
     return call_with_channels_last(block, [x], enlarge)
+
+
+def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
+    """Return ``F.adaptive_avg_pool2d``; to average whole images, torch calls a function that vmap does not know."""
+    x = materialize(x)
+    if output_size in (1, [1, 1], (1, 1)) and find_block([x]) is not None:
+        return x.mean((-2, -1), keepdim=True)
+    return F.adaptive_avg_pool2d(x, output_size)
 
 
 def view(x: Tensor, *shape: Any, **settings: Any) -> Tensor:

@@ -53,7 +53,7 @@ def batch_norm(
 
     def normalize(images: list[Tensor], *vectors: Tensor) -> Tensor:
         (x,) = images
-        kernels, rows = kernels_for(x.device), x.reshape(len(x), -1, x.shape[-1])
+        kernels, rows = kernels_for(x.device), x.reshape(len(x), -1, x.shape[-1]).contiguous()
         columns = dict(zip(names, vectors, strict=True))
         mean, var = kernels.moments(rows) if training else (columns["mean"].float(), columns["var"].float())
         scale, shift = (var + eps).rsqrt(), columns.get("bias", mean.new_zeros(()))
