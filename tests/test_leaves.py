@@ -76,6 +76,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
         lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)),
         ((5, 4, 7, 8),),
     ),
+    "group norm of one pixel": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8)), ((5, 4, 3, 3),)),
     "rms norm": (lambda: nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 4), nn.RMSNorm(4)), ((5, 6),)),
     "instance norm": (lambda: nn.InstanceNorm2d(3, affine=True), ((5, 3, 7, 8),)),
     "attention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), ((5, 3, 8), (5, 4, 8), (5, 4, 8))),
@@ -121,6 +122,9 @@ class Viewed(nn.Module):
 
 class NormedImages(nn.Module):
     """Batch norms of images: of the batch, without weights, by running statistics."""
+
+    mean: torch.Tensor
+    var: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

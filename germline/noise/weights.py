@@ -29,11 +29,12 @@ def sum_by_address(weights: Weights, members: MemberAddresses, power: int) -> Ad
     array = np.asarray(weights)
     if array.shape != members.addresses.shape or (array.size and array.dtype.kind not in "iu"):
         raise BadInput(f"Weights must be whole numbers, one per member: got {array.dtype} of shape {array.shape}.")
-    largest = max(abs(int(array.max(initial=0))), abs(int(array.min(initial=0))))
+    largest = max(int(array.max(initial=0)), -int(array.min(initial=0)))
     is_safe = largest * array.size < 2**53
-    magnitude = int(abs(array.astype(np.int64)).sum()) if is_safe else sum(map(abs, array.tolist()))
+    magnitude = int(abs(array.astype(np.int64, copy=False)).sum()) if is_safe else sum(map(abs, array.tolist()))
     check_bound(magnitude, 2**63)
-    signed = array.astype(np.int64) * (members.signs if power == 1 else 1)
+    array = array.astype(np.int64, copy=False)
+    signed = array * members.signs if power == 1 else array
     addresses, index = members.unique
     if index is None:
         return AddressWeights(addresses, signed[::2] + signed[1::2], magnitude)

@@ -46,6 +46,8 @@ def shape_by_shard(
     Returns:
         One integer per member, or None if every part gave None.
     """
+    if shards == 1:
+        return shape(np.asarray(scores))
     parts = np.split(np.asarray(scores), shards)
     shaped = [shape(part) for part in parts]
     if all(part is None for part in shaped):
@@ -104,8 +106,10 @@ def utilities_by_rank(scores: NDArray[Any], table: Sequence[int], *, maximize: b
 
 def find_ties(ordered: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first and one past the last index of each run of equal numbers."""
-    first = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    return first, np.append(first[1:], ordered.size)
+    edges = np.ones(ordered.size + 1, np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=edges[1:-1])
+    (places,) = edges.nonzero()
+    return places[:-1], places[1:]
 
 
 def rank_members(scores: NDArray[Any], *, maximize: bool) -> NDArray[np.int64]:
@@ -166,5 +170,8 @@ def mean_finite(good: NDArray[np.float32]) -> float:
 
 def to_float32(scores: NDArray[Any]) -> NDArray[np.float32]:
     """Return the scores in float32, in which too large ones are infinite."""
+    array = np.asarray(scores)
+    if array.dtype == np.float32:
+        return array
     with np.errstate(over="ignore"):
-        return np.asarray(scores, np.float32)
+        return array.astype(np.float32)

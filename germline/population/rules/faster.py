@@ -47,8 +47,9 @@ class FasterFunctions(TorchFunctionMode):
         if getattr(function, "_name", None) == "flex_attention":  # an operator without a rule for vmap
             module = importlib.import_module(type(function).__module__)
             return module.math_attention(*materialize(args), **(kwargs or {}))
-        if function is F.group_norm and args:  # which asks for that order, unless its input is in the ordinary one
-            args = (materialize(args[0]).contiguous(), *args[1:])
+        if function is F.group_norm and args and args[0].dim() > 3:  # which asks for that order, but not of vectors
+            images = materialize(args[0])
+            return function(images.flatten(2), *args[1:], **(kwargs or {})).view(images.shape)
         if function in OF_IMAGES and args:
             return OF_IMAGES[function](*args, **(kwargs or {}))
         is_plain = bool(args) and type(args[0]) is torch.Tensor
@@ -62,5 +63,12 @@ class FasterFunctions(TorchFunctionMode):
 
 
 def make_contiguous(value: Any) -> Any:
-    """Return a value with every tensor in it computed, and in the ordinary order in memory."""
-    return tree_map(lambda x: x.contiguous() if isinstance(x, torch.Tensor) else x, materialize(value))
+    """Return a value with every tensor in it computed, and in the ordinary order in memory.
+
+    Images of one pixel can be in both orders, so that they are copied as well.
+    """
+
+    def copy(x: Any) -> Any:
+        return x.clone(memory_format=torch.contiguous_format) if isinstance(x, torch.Tensor) else x
+
+    return tree_map(copy, materialize(value))

@@ -48,17 +48,17 @@ def batch_norm(
     block = find_block([x]) if x.dtype != torch.float64 and x.numel() and not is_updated else None
     if block is None:
         return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    given = {"weight": weight, "bias": bias} | ({} if training else {"mean": running_mean, "var": running_var})
-    names = [name for name, value in given.items() if value is not None]
+    statistics = {} if training else {"mean": running_mean, "var": running_var}
+    given = {name: x for name, x in ({"weight": weight, "bias": bias} | statistics).items() if x is not None}
 
     def normalize(images: list[Tensor], *vectors: Tensor) -> Tensor:
         (x,) = images
         kernels, rows = kernels_for(x.device), x.reshape(len(x), -1, x.shape[-1]).contiguous()
-        columns = dict(zip(names, vectors, strict=True))
+        columns = dict(zip(given, vectors, strict=True))
         mean, var = kernels.moments(rows) if training else (columns["mean"].float(), columns["var"].float())
         scale, shift = (var + eps).rsqrt(), columns.get("bias", mean.new_zeros(()))
         scale = scale * columns["weight"] if "weight" in columns else scale
         out: Tensor = kernels.scale_columns(rows, mean, scale, shift)
         return out.view(x.shape)
 
-    return call_with_channels_last(block, [x], normalize, [given[name] for name in names])
+    return call_with_channels_last(block, [x], normalize, list(given.values()))
