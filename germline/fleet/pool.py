@@ -5,6 +5,10 @@ module, the objective and the first generation's inputs from the start. What lat
 batch) is copied to memory that all processes share. A child takes the number of a block from a pipe, writes the scores
 to the shared memory and takes the next number.
 
+Children sleep between generations, until an event counter that all of them watch is raised. One call wakes them, so
+none of those that are awake takes the parent's core while others still sleep. And Linux does not prefer the waker's core
+for them, as it does for the reader of a pipe or a socket.
+
 A child evaluates a block exactly as a thread does, so the bits are the same.
 """
 
@@ -13,6 +17,7 @@ import io
 import mmap
 import os
 import pickle
+import select
 import signal
 import struct
 import sys
@@ -81,6 +86,8 @@ class Pool:
 
     seconds: float = 0.0  # of work on threads, before there are children
     children: dict[Connection, int] = field(default_factory=dict)  # process ids by connection
+    bells: tuple[int, ...] = ()  # two event counters, which are raised in turn
+    turn: int = 0
     ticket_pipe: tuple[int, ...] = ()
     memory: memoryview = field(default_factory=lambda: memoryview(b""))  # shared with the children
     last_used: float = 0.0
@@ -131,16 +138,21 @@ class Pool:
             for connection in self.children:
                 with suppress(BrokenPipeError):  # that it has died is noticed when it does not answer
                     connection.send_bytes(message)
+            self.write_tickets(len(blocks))
+            bell = self.bells[self.turn]
+            os.eventfd_write(bell, 1)
         else:
             self.close()
             try:
                 self.fork(evaluator, generation, blocks, size, ROOM * needed)
             except OSError:  # too many processes or files, or too little memory
                 raise LostChildError from None
-        step = -(-len(blocks) // MAX_TICKETS)
-        tickets = [*range(0, len(blocks), step), *[END] * len(self.children)]
-        os.write(self.ticket_pipe[1], b"".join(map(TICKET.pack, tickets)))
+            bell = None
+            self.write_tickets(len(blocks))
         reports = self.collect_reports()
+        if bell is not None:  # all have seen it, and watch the other one
+            os.eventfd_read(bell)
+            self.turn = 1 - self.turn
         self.last_used = time.monotonic()
         for report in reports:
             clock.add(report.seconds)
@@ -152,6 +164,12 @@ class Pool:
         if failures:
             raise min(failures, key=lambda failure: failure[0])[1]  # as threads do: that of the first block
         return np.frombuffer(self.memory, np.float32, blocks.size).copy()
+
+    def write_tickets(self, blocks: int) -> None:
+        """Write the numbers of the blocks for the children, which take them in order."""
+        step = -(-blocks // MAX_TICKETS)
+        tickets = [*range(0, blocks, step), *[END] * len(self.children)]
+        os.write(self.ticket_pipe[1], b"".join(map(TICKET.pack, tickets)))
 
     def collect_reports(self) -> list[Report]:
         """Return the reports of all children, or raise LostChildError as soon as one of them has ended."""
@@ -174,6 +192,7 @@ class Pool:
             # in a child nothing belongs to this object: see forget_pools
             memory, (reader, writer) = memoryview(mmap.mmap(-1, max(room, mmap.PAGESIZE))), os.pipe()
             children: dict[Connection, int] = {}
+            bells = os.eventfd(0), os.eventfd(0)
             for _ in range(size):
                 ours, theirs = Pipe()
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -183,13 +202,13 @@ class Pool:
                         for connection in children:
                             connection.close()
                         os.close(writer)
-                        Child(evaluator, memory, reader, theirs, parent).serve(generation, blocks)
+                        Child(evaluator, memory, reader, theirs, bells, parent).serve(generation, blocks)
                 finally:
                     if os.getpid() != parent:  # whatever happens: a child never returns into the user's program
                         os._exit(1)
                     signal.pthread_sigmask(signal.SIG_SETMASK, before)
                     theirs.close()
-            self.children, self.ticket_pipe, self.memory = children, (reader, writer), memory
+            self.children, self.bells, self.ticket_pipe, self.memory = children, bells, (reader, writer), memory
 
     def close(self) -> None:
         """End the children, whatever they do; they have nothing to lose."""
@@ -205,9 +224,9 @@ class Pool:
         """Forget the children and close what belongs to them."""
         for connection in self.children:
             connection.close()
-        for descriptor in self.ticket_pipe:
+        for descriptor in (*self.ticket_pipe, *self.bells):
             os.close(descriptor)
-        self.children, self.ticket_pipe, self.memory = {}, (), memoryview(b"")
+        self.children, self.ticket_pipe, self.bells, self.turn, self.memory = {}, (), (), 0, memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -219,6 +238,7 @@ class Child:
         memory: The memory that all processes share.
         tickets: The pipe with the numbers of the blocks.
         connection: To the parent.
+        bells: Two event counters, by which the parent says in turn that there is a message.
         parent: The id of the parent's process.
     """
 
@@ -226,6 +246,7 @@ class Child:
     memory: memoryview
     tickets: int
     connection: Connection
+    bells: tuple[int, int]
     parent: int
 
     def serve(self, generation: Generation, blocks: Blocks) -> None:
@@ -238,6 +259,7 @@ class Child:
         gc.freeze()  # or the first collection would copy the pages of all objects
         torch.set_num_threads(1)
         clock.pop_seconds()
+        turn = 0
         caught: list[tuple[Any, ...]] = []
         warnings.showwarning = lambda message, category, filename, line, *_: caught.append(
             (message, category, filename, line)
@@ -247,13 +269,21 @@ class Child:
             flush_output()
             self.connection.send_bytes(pack_report(Report(clock.pop_seconds(), caught, failure)))
             caught.clear()
-            if not self.connection.poll(IDLE_SECONDS):
+            if not self.wait_for_bell(self.bells[turn]):
                 os._exit(0)
+            turn = 1 - turn
             places = pickle.loads(self.connection.recv_bytes())
             pieces = [self.memory[start : start + size] for start, size in places]
             candidates, batch, numbers = Unpacker(pieces).load()
             blocks = numbers.numpy()
             generation = self.evaluator.generation(candidates, batch)
+
+    def wait_for_bell(self, bell: int) -> bool:
+        """Return True as soon as an event counter is raised, or False if the parent ends or has no more work."""
+        waiting = select.poll()
+        waiting.register(bell, select.POLLIN)
+        waiting.register(self.connection, 0)  # of which it learns nothing but that the other end is closed
+        return any(descriptor == bell for descriptor, _ in waiting.poll(1e3 * IDLE_SECONDS))
 
     def evaluate(self, generation: Generation, blocks: Blocks) -> tuple[int, BaseException] | None:
         """Evaluate the blocks whose numbers this child takes from the pipe; return the first failure."""
