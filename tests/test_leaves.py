@@ -71,6 +71,7 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], Shapes]] = {
     "rnn cell": (lambda: nn.RNNCell(4, 6, bias=False), ((4,),)),
     "batch norm": (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4)), ((5, 6),)),
     "batch norm of images": (lambda: NormedImages(), ((5, 3, 12, 13),)),
+    "batch norm in transforms": (lambda: TransformedNorms(), ((4, 3, 6, 7),)),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4), nn.LayerNorm(4)), ((5, 6),)),
     "group norm": (
         lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4)),
@@ -142,6 +143,24 @@ class NormedImages(nn.Module):
         return nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")
 
 
+class TransformedNorms(nn.Module):
+    """Batch norms in the user's own vmap and grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv2d(3, 4, 3), nn.Parameter(torch.rand(4) + 0.5)
+
+    def normalize(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, weight, training=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        halves = torch.func.vmap(lambda half: self.normalize(half, self.weight))(x.reshape(2, 2, *x.shape[1:]))
+        slopes = torch.func.grad(lambda weight: self.normalize(x, weight).square().mean())(self.weight)
+        out: torch.Tensor = halves.reshape(x.shape) * slopes[:, None, None]
+        return out
+
+
 class Meeting(nn.Module):
     """Images that are pooled, grow again and meet themselves, as in a U-Net."""
 
@@ -154,8 +173,8 @@ class Meeting(nn.Module):
         small = self.second(nn.functional.max_pool2d(x, 2)).relu()
         large = nn.functional.interpolate(small, scale_factor=2.0)
         large = nn.functional.interpolate(large, size=x.shape[2:])
-        out: torch.Tensor = self.last(torch.cat([large, x, x[:, :0]], 1))
-        return out
+        nothing = torch.cat([large[:0, :1], x[:0, :1]], 1)
+        return torch.cat([self.last(torch.cat([large, x, x[:, :0]], 1)), nothing])
 
 
 class Attention(nn.Module):

@@ -1,6 +1,7 @@
 """Members as a callable, ask and tell, and objectives of a population, against plain copies of the model."""
 
 import copy
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,47 @@ def test_calls_of_the_same_shapes_do_not_run_the_code_of_the_module_again() -> N
         outputs = members.map(x)
         assert len(calls) == before
         assert_close(outputs, plain_outputs(search, x))
+
+
+def test_recorded_calls_launch_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: of a kernel, a recording would have nothing but the memory of its output."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)
+            self.last = nn.Linear(64, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.conv(x)).flatten(2)
+            x = F.scaled_dot_product_attention(x[None], x[None], x[None], scale=0.3)[0]
+            out: Tensor = self.last(x.flatten(1))
+            return out
+
+    kernels = pytest.importorskip("germline.kernels.cuda")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled for the GPU")
+    asked: list[torch.device] = []
+
+    def kernels_for(device: torch.device) -> Any:
+        asked.append(device)
+        return kernels
+
+    for name in ("joining", "attention"):
+        rules = importlib.import_module(f"germline.population.rules.{name}")
+        monkeypatch.setattr(rules, "kernel_device", lambda device: torch.device("cuda"))
+    for name in ("norm", "attention"):
+        rules = importlib.import_module(f"germline.population.rules.{name}")
+        monkeypatch.setattr(rules, "kernels_for", kernels_for)
+    search = gl.Search(gl.seeded(1, Policy), gl.OpenAIES(population=6))
+    members = search.ask()
+    for seed in (0, 0, 1):
+        x = torch.randn(6, 5, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+        before = len(asked)
+        assert_close(members.map(x), plain_outputs(search, x))
+        assert (len(asked) > before) == (before == 0)  # in the check of the first call alone
+    assert members.evaluator is not None
+    assert [tape is not None and tape.is_trusted for tape in members.evaluator.tapes.values()] == [True]
 
 
 def test_an_input_that_the_module_cannot_read_changes_nothing() -> None:

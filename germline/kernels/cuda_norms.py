@@ -97,7 +97,7 @@ def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _moments[grid](means, squares, x, rows, columns, rows_of_part, TILE_R=tile_r, TILE_C=tile_c, num_warps=4)
     if parts == 1:
         return means[:, 0], squares[:, 0] / rows
-    sizes = torch.full((parts, 1), float(rows_of_part), device=x.device)
+    sizes = torch.full((parts, 1), float(rows_of_part), dtype=torch.float32, device=x.device)
     sizes[-1] = rows - rows_of_part * (parts - 1)
     mean = (means * sizes).sum(1) / rows
     return mean, (squares + sizes * (means - mean[:, None]).square()).sum(1) / rows

@@ -87,8 +87,8 @@ class Pages:
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the keys and values of a layer, (rows, heads, 1, width), and return those of all tokens."""
-        block = current_block.block
-        if block is None or block.vmap_index is None or block.single_member is not None:
+        block = current_block.find_whole()
+        if block is None:
             outputs = self.write([x[None] for x in (key, value)], self.member.reshape(1), layer)
             return outputs[0][0], outputs[1][0]
 

@@ -33,8 +33,8 @@ def apply_head(head: Any, states: Tensor, reduce: Reduce, *others: Tensor) -> Te
     Returns:
         One number for each state: (n,).
     """
-    block = current_block.block
-    if block is None or block.vmap_index is None or block.single_member is not None or is_batched(head):
+    block = current_block.find_whole()
+    if block is None or is_batched(head):
         return reduce(iterate_logits(head, None, states[None]), *(x[None] for x in others))[0]
 
     def compute(inputs: list[Tensor], batched: list[bool]) -> list[Tensor]:

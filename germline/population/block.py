@@ -77,6 +77,7 @@ class Block:
     weights_by_slot: dict[int, torch.Tensor] = field(default_factory=dict)
     vmap_weights: dict[int, torch.Tensor] = field(default_factory=dict)  # the same tensors, as vmap shows them
     keeps_factors: bool = False  # whether factors stay in memory, for a block that is evaluated step by step
+    is_taped: bool = False  # whether a tape may be made of its operations, which knows torch's, and not our kernels
     factors_by_slot: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -221,6 +222,13 @@ class CurrentBlock(threading.local):
             yield block
         finally:
             self.block = None
+
+    def find_whole(self) -> Block | None:
+        """Return the block if code runs for all of its members at once, and not in a transform of the user's."""
+        block, functorch = self.block, torch._C._functorch
+        if block is None or block.vmap_index is None or block.single_member is not None:
+            return None
+        return block if functorch.maybe_current_level() == functorch.maybe_get_level(block.vmap_index) else None
 
 
 current_block = CurrentBlock()

@@ -301,7 +301,8 @@ class Members:
         numbers = np.resize(self.numbers, -(-len(self) // evaluator.plan.block) * evaluator.plan.block)
         numbers[len(self) :] = self.numbers[-1]
         rows_of_blocks = numbers.reshape(-1, evaluator.plan.block)
-        self.blocks = [Block(self.generation, rows, keeps_factors=True) for rows in rows_of_blocks]
+        is_taped = evaluator.plan.method == "vmap"
+        self.blocks = [Block(self.generation, rows, keeps_factors=True, is_taped=is_taped) for rows in rows_of_blocks]
 
     @property
     def _fits(self) -> bool:

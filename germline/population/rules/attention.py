@@ -45,10 +45,13 @@ def attention(call: LayerCall) -> tuple[Tensor, None]:
     return out.transpose(1, 2) if is_transposed else out, None
 
 
-def attend_sequences(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **settings: Any) -> Tensor:
+def attend_sequences(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, has_kernel: bool = True, **settings: Any
+) -> Tensor:
     """Return attention of any number of sequences, (sequences, heads, length, width); short ones have a kernel."""
     device = kernel_device(query.device)
-    if mask is None and device.type == "cuda" and kernels_for(device).fits_attention(query, key, value):
+    has_kernel = has_kernel and mask is None and device.type == "cuda"
+    if has_kernel and kernels_for(device).fits_attention(query, key, value):
         known = {name: settings[name] for name in ("is_causal", "scale") if name in settings}
         out: Tensor = kernels_for(device).attend(query, key, value, **known)
         return out
@@ -76,14 +79,14 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Return ``F.scaled_dot_product_attention``, where it can be by the fused one for all members of a block."""
-    block = current_block.block
+    block = current_block.find_whole()
     settings: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if block is None or block.vmap_index is None or block.single_member is not None or dropout_p:
+    if block is None or dropout_p:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, **settings)
     tensors = [query, key, value] + ([attn_mask] if attn_mask is not None else [])
     is_plain = attn_mask is None and scale is None and not enable_gqa
     is_of_members = any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
-    has_kernel = is_of_members and kernel_device(query.device).type == "cuda"
+    has_kernel = is_of_members and not block.is_taped and kernel_device(query.device).type == "cuda"
     if (not is_plain or has_kernel) and all(2 <= x.dim() <= 4 for x in tensors):
         sizes = max(x.dim() for x in tensors[:3])
         out = attend_together(block, [x[(None,) * (4 - x.dim())] for x in tensors], settings)
@@ -111,7 +114,7 @@ def attend_together(block: Block, tensors: list[Tensor], settings: dict[str, Any
         of_members = [x if own else x.expand(block.size, *x.shape) for x, own in zip(inputs, batched, strict=True)]
         examples = max(x.shape[1] for x in of_members)  # a mask may have one for all
         rows = [x.expand(-1, examples, -1, -1, -1).reshape(-1, *x.shape[2:]) for x in of_members]
-        joined = attend_sequences(*rows, **settings)
+        joined = attend_sequences(*rows, has_kernel=not block.is_taped, **settings)
         return [joined.view(block.size, examples, *joined.shape[1:])]
 
     (out,) = block.call_once(tensors, compute)

@@ -18,10 +18,11 @@ from germline.population.rules.pending import materialize
 
 def find_block(images: Sequence[Tensor]) -> Block | None:
     """Return the block that is computed at once, if these are images of its members on a GPU."""
-    block = current_block.block
-    is_at_once = block is not None and block.vmap_index is not None and block.single_member is None
+    block = current_block.find_whole()
     is_of_members = any(torch._C._functorch.is_batchedtensor(x) for x in images)  # not what all of them share
-    if not (is_at_once and is_of_members) or any(x.dim() != 4 for x in images) or len({x.dtype for x in images}) != 1:
+    if block is None or block.is_taped or not is_of_members:
+        return None
+    if any(x.dim() != 4 for x in images) or len({x.dtype for x in images}) != 1:
         return None
     return block if kernel_device(images[0].device).type == "cuda" else None
 
@@ -35,7 +36,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, **settings: Any) -> Tensor:
 
     def join(images: list[Tensor]) -> Tensor:
         rows = [x.reshape(x.shape[:-1].numel(), x.shape[-1]) for x in images]  # torch is slow with many dimensions
-        return torch.cat(rows, 1).view(*images[0].shape[:-1], -1)
+        return torch.cat(rows, 1).view(*images[0].shape[:-1], sum(x.shape[-1] for x in images))
 
     return call_with_channels_last(block, images, join)
 
@@ -67,7 +68,8 @@ def interpolate(
 def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
     """Return ``F.adaptive_avg_pool2d``; to average whole images, torch calls a function that vmap does not know."""
     x = materialize(x)
-    if output_size in (1, [1, 1], (1, 1)) and find_block([x]) is not None:
+    is_one = isinstance(output_size, int | tuple | list) and output_size in (1, [1, 1], (1, 1))
+    if is_one and find_block([x]) is not None:
         return x.mean((-2, -1), keepdim=True)
     return F.adaptive_avg_pool2d(x, output_size)
 
