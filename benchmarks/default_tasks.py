@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import more_tasks
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -188,4 +189,11 @@ TASKS = {
     "pretrained, all layers": Task(pretrained, "accuracy", 128, 100),
     "pretrained, same data": Task(polished, "accuracy", 128, 120),
     "transformer on bytes": Task(source_text, "bits", 64, 100, lower=True),
+    "CNN with batch norms": Task(more_tasks.of_digits(more_tasks.convolutional), "accuracy", 64, 150),
+    "deep net": Task(more_tasks.of_digits(more_tasks.deep, as_images=False), "accuracy", 128, 200),
+    "autoencoder": Task(more_tasks.compress, "mse", 128, 200, lower=True),
+    "transformer on images": Task(more_tasks.of_digits(more_tasks.Rows), "accuracy", 128, 150),
+    "GRU on temperatures": Task(more_tasks.gru_temperature, "mse", 64, 120, lower=True),
+    "GRU on bytes": Task(more_tasks.with_net(source_text, more_tasks.NextByte), "bits", 64, 120, lower=True),
+    "adder by bits": Task(more_tasks.adder, "bits", 64, 200),
 }

@@ -22,7 +22,7 @@ from germline.objective import Batch
 from germline.optim.shaping import any_finite, ranks
 from germline.stages import announce_stage
 from germline.strategies import GenerationInputs, GenerationResult
-from germline.strategies.openai_es import choose_relative_rate
+from germline.strategies.openai_es import RATES, choose_relative_rate
 
 if TYPE_CHECKING:
     from germline.engine.session import Session
@@ -31,10 +31,10 @@ SIGMAS = (0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.002, 0.001, 0.0005, 0.0002, 0.000
 MEMBERS = 64  # that are scored for each of them
 ODD_SHARE, RANK_SHARE = 0.5, 0.75  # of the chosen sigma, where the score is smooth
 SMOOTH_SHARE, SMOOTH_STEPS = 0.95, 3  # the share of a smooth score at one of the next smaller sigmas
-LARGEST_SIGMA = STEP_SIGMA = SIGMAS[1]  # of a choice, where the score is smooth and where it is made of steps
+LARGEST_REACH = STEP_SIGMA = SIGMAS[1]  # of a choice, where the score is smooth and where it is made of steps
+REACH_RATE = 8.0  # the learning rate of a smooth score, in units of its sigma times sqrt(population / parameters)
 STEP_FACTOR, KEEPING_FACTOR = 2.5, 0.3  # of the learning rate where the score is made of steps; if much can be lost
 STEEPEST = 4  # the power of sigma by which the spread of scores may grow around a choice
-LARGEST_RATE = 0.8  # the largest learning rate, in sigmas
 EVEN_RATIO = 1.5  # of the two sigmas of a smooth score, above which curvature is alike in all directions
 LARGEST_LOSS = 0.3  # of what members have lost where they are clearly worse, by their mean
 LARGEST_SPREADS = 3.0  # standard deviations by which members are worse than the center if it is more than lucky
@@ -56,9 +56,16 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
 
     maximize = session.scorer.objective.maximize
     strategy, parameters = session.strategy, session.scorer.genome.size
-    sigma, factor = find_smooth_sigma(score, maximize=maximize) or find_step_sigma(score, maximize=maximize)
-    rate = min(factor * choose_relative_rate(strategy.population, parameters), LARGEST_RATE)
-    values = {"sigma": sigma, "lr": round_to_digits(rate * sigma)}
+    smooth = find_smooth_sigma(score, maximize=maximize)
+    if smooth is not None:
+        reach, factor = smooth
+        sigma = min(reach, strategy.largest_smooth_sigma)
+        rate = factor * REACH_RATE * math.sqrt(strategy.population / parameters) * reach
+        rate = max(rate, RATES[0] * sigma)
+    else:
+        sigma, factor = find_step_sigma(score, maximize=maximize)
+        rate = factor * choose_relative_rate(strategy.population, parameters) * sigma
+    values = {"sigma": sigma, "lr": round_to_digits(min(rate, RATES[1] * sigma))}
     return GenerationResult(PROBE, np.concatenate(list(scores.values())), values)
 
 
@@ -78,7 +85,7 @@ def score_members(session: "Session", batch: Batch | None, sigma: float) -> Scor
 
 
 def find_smooth_sigma(score: Callable[[float], Scores], *, maximize: bool) -> tuple[float, float] | None:
-    """Return the sigma up to which directions are good, or None if the score is not smooth below it.
+    """Return the sigma up to which directions are good, the score's reach, or None if it is not smooth below it.
 
     There are two: the sigma at which odd parts are as large as the distance of pairs from the center, and half of the
     sigma at which odd parts are three quarters of the variance, by ranks. The larger one is taken. Curvature that is
@@ -96,7 +103,7 @@ def find_smooth_sigma(score: Callable[[float], Scores], *, maximize: bool) -> tu
     if not any(rank_share(score(sigma), maximize=maximize) >= SMOOTH_SHARE for sigma in smaller):
         return None
     factor = by_rank / (EVEN_RATIO * by_size) if by_size > 0 else 1.0
-    return stay_below_jump(score, min(max(by_size, by_rank / 2), LARGEST_SIGMA)), max(1.0, factor)
+    return stay_below_jump(score, min(max(by_size, by_rank / 2), LARGEST_REACH)), max(1.0, factor)
 
 
 def stay_below_jump(score: Callable[[float], Scores], sigma: float) -> float:

@@ -72,6 +72,7 @@ class OpenAIES(SummedStrategy[State]):
 
     name: ClassVar[str] = "openai-es"
     has_semi_updates: ClassVar[bool] = True
+    largest_smooth_sigma: ClassVar[float] = 0.03
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: Scheduled | Literal["auto"] = setting(0.05, "standard deviation of the noise: a number, a schedule or auto")

@@ -7,6 +7,7 @@ which lets a fleet share out an update. ``openai_es.py`` is the example to read,
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
@@ -87,6 +88,7 @@ class Strategy(Protocol[S]):
             ``MemberStrategy``).
         ask_arrays: The names of the State's arrays that ``ask`` reads; every process of a fleet holds them whole.
         has_semi_updates: Whether the update is a sum over members that can be computed in shards (``SummedStrategy``).
+        largest_smooth_sigma: The largest sigma that a probe may choose where the score is smooth.
         population: The number of members that are scored in a generation.
 
     >>> import torch
@@ -119,6 +121,7 @@ class Strategy(Protocol[S]):
     kind: ClassVar[StrategyKind] = "evolve"
     ask_arrays: ClassVar[tuple[str, ...]] = ("theta",)
     has_semi_updates: ClassVar[bool] = False
+    largest_smooth_sigma: ClassVar[float] = math.inf
 
     @property
     def population(self) -> int: ...
