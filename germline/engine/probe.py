@@ -2,8 +2,8 @@
 
 Half of the difference of a pair's scores is the odd part of the score along the pair's noise, and their mean is the
 even part. A direction is learned from odd parts alone. Where the score is smooth, the share of the odd part is 1 at
-small sigmas and falls as curvature takes over: the probe takes a sigma at which the odd part still dominates.
-Where the score or the network is made of steps, no sigma is small enough for that: the probe takes a large one, unless
+small sigmas and falls as curvature takes over: the probe finds the sigma up to which the odd part dominates. This is
+the score's reach, which also says how long a step may be. Where the score or the network is made of steps, no sigma is small enough for that: the probe takes a large one, unless
 members then lose what the network can do already.
 """
 
@@ -50,9 +50,9 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
     scores: dict[float, Scores] = {}
 
     def score(sigma: float) -> Scores:
-        if sigma not in scores:
-            scores[sigma] = score_members(session, batch, sigma)
-        return scores[sigma]
+        for number in {SIGMAS[-1], sigma} - scores.keys():
+            scores[number] = score_members(session, batch, number)
+        return (scores[sigma] if batch is not None else align_parts(scores[sigma], scores[SIGMAS[-1]])).ravel()
 
     maximize = session.scorer.objective.maximize
     strategy, parameters = session.strategy, session.scorer.genome.size
@@ -66,11 +66,11 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
         sigma, factor = find_step_sigma(score, maximize=maximize)
         rate = factor * choose_relative_rate(strategy.population, parameters) * sigma
     values = {"sigma": sigma, "lr": round_to_digits(min(rate, RATES[1] * sigma))}
-    return GenerationResult(PROBE, np.concatenate(list(scores.values())), values)
+    return GenerationResult(PROBE, np.concatenate([scores[number].ravel() for number in sorted(scores)]), values)
 
 
 def score_members(session: "Session", batch: Batch | None, sigma: float) -> Scores:
-    """Return the scores of some members at a sigma, computed by the whole fleet."""
+    """Return the scores of some members at a sigma, computed by the whole fleet: (parts, members)."""
     strategy, evaluator = session.strategy, session.scorer.evaluator
     members, values = min(strategy.population, MEMBERS), {"sigma": sigma}
     # an objective draws its episodes or texts by the generation, and those of all sigmas must be the same
@@ -81,7 +81,23 @@ def score_members(session: "Session", batch: Batch | None, sigma: float) -> Scor
         candidates = strategy.ask(session.state, session.noise, address, values)
         inputs = GenerationInputs(strategy, session.state, "0", address, values, 0, given_batch=session.given_batch)
         parts.append(session.fleet.score(evaluator, candidates, members, batch, inputs)[:: evaluator.columns])
-    return np.concatenate(parts)
+    return np.stack(parts)
+
+
+def align_parts(scores: Scores, base: Scores) -> Scores:
+    """Return scores as if all parts had the episodes or texts of the first.
+
+    Args:
+        scores: (parts, members), of which each part has episodes or texts of its own.
+        base: the same for members that are close to the center.
+
+    >>> align_parts(np.array([[1.5, 0.5], [7.0, 5.0]], np.float32), np.array([[1.0, 1.0], [6.0, 6.0]], np.float32))
+    array([[1.5, 0.5],
+           [2. , 0. ]], dtype=float32)
+    """
+    centers = np.array([finite_mean(part) for part in base])
+    aligned: Scores = (scores - np.nan_to_num(centers - centers[0])[:, None]).astype(np.float32)
+    return aligned
 
 
 def find_smooth_sigma(score: Callable[[float], Scores], *, maximize: bool) -> tuple[float, float] | None:
