@@ -2,9 +2,9 @@
 
 Half of the difference of a pair's scores is the odd part of the score along the pair's noise, and their mean is the
 even part. A direction is learned from odd parts alone. Where the score is smooth, the share of the odd part is 1 at
-small sigmas and falls as curvature takes over: the probe finds the sigma up to which the odd part dominates. This is
-the score's reach, which also says how long a step may be. Where the score or the network is made of steps, no sigma is small enough for that: the probe takes a large one, unless
-members then lose what the network can do already.
+small sigmas and falls as curvature takes over. The probe finds the sigma up to which the odd part dominates: the
+score's reach, which also says how long a step may be. Where the score or the network is made of steps, no sigma is
+small enough for that: the probe takes a large one, unless members then lose what the network can do already.
 """
 
 import math
