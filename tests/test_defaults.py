@@ -60,7 +60,7 @@ def test_sigma_is_where_curvature_takes_over(size: int, slope: float) -> None:
     )
     search.step()
     by_size, by_rank = 2 * slope / size, slope / math.sqrt(3 * 1.875 * size / 4)
-    expected = min(max(by_size, by_rank / 2), 0.03)
+    expected = max(by_size, by_rank / 2)
     sigma = search.strategy.sigma  # type: ignore[attr-defined]
     assert expected / 1.4 < sigma < expected * 1.4
     assert math.isclose(search.strategy.lr_unit, 0.8 * sigma, rel_tol=0.05)  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ def probe_sigma(session: "Session", batch: Batch | None) -> GenerationResult:
     smooth = find_smooth_sigma(score, maximize=maximize)
     if smooth is not None:
         reach, factor = smooth
-        sigma = min(reach, strategy.largest_smooth_sigma)
+        sigma = min(reach, round_to_digits(strategy.limit_smooth_sigma(parameters)))
         rate = factor * REACH_RATE * math.sqrt(strategy.population / parameters) * reach
         rate = max(rate, RATES[0] * sigma)
     else:

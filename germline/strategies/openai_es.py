@@ -72,7 +72,6 @@ class OpenAIES(SummedStrategy[State]):
 
     name: ClassVar[str] = "openai-es"
     has_semi_updates: ClassVar[bool] = True
-    largest_smooth_sigma: ClassVar[float] = 0.03
 
     population: int = setting(256, "members of a generation; even if mirrored")
     sigma: Scheduled | Literal["auto"] = setting(0.05, "standard deviation of the noise: a number, a schedule or auto")
@@ -118,6 +117,14 @@ class OpenAIES(SummedStrategy[State]):
         if self.sigma != "auto":
             unit = choose_relative_rate(self.population, genome.size) * value_at(self.sigma, 0)
         return replace(self, lr=Schedule("linear", 1.0, 0.0), lr_unit=unit)
+
+    def limit_smooth_sigma(self, parameters: int) -> float:
+        """Return the largest sigma that a probe may choose: with many parameters, a larger one gains nothing.
+
+        >>> OpenAIES().limit_smooth_sigma(100), OpenAIES().limit_smooth_sigma(100_000)
+        (0.1, 0.03)
+        """
+        return min(max(0.1 * math.sqrt(500 / parameters), 0.03), 0.1)
 
     def after_probe(self, values: Mapping[str, float]) -> "OpenAIES":
         """Return the strategy with the sigma that a probe has chosen, and the learning rate."""

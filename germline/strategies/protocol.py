@@ -88,7 +88,6 @@ class Strategy(Protocol[S]):
             ``MemberStrategy``).
         ask_arrays: The names of the State's arrays that ``ask`` reads; every process of a fleet holds them whole.
         has_semi_updates: Whether the update is a sum over members that can be computed in shards (``SummedStrategy``).
-        largest_smooth_sigma: The largest sigma that a probe may choose where the score is smooth.
         population: The number of members that are scored in a generation.
 
     >>> import torch
@@ -121,7 +120,6 @@ class Strategy(Protocol[S]):
     kind: ClassVar[StrategyKind] = "evolve"
     ask_arrays: ClassVar[tuple[str, ...]] = ("theta",)
     has_semi_updates: ClassVar[bool] = False
-    largest_smooth_sigma: ClassVar[float] = math.inf
 
     @property
     def population(self) -> int: ...
@@ -130,6 +128,10 @@ class Strategy(Protocol[S]):
     def needs_probe(self) -> bool:
         """True if the setting ``sigma`` must be chosen by a probe before the first generation."""
         return False
+
+    def limit_smooth_sigma(self, parameters: int) -> float:
+        """Return the largest sigma that a probe may choose where the score is smooth."""
+        return math.inf
 
     @property
     def is_columnwise(self) -> bool:
