@@ -88,7 +88,7 @@ def align_parts(scores: Scores, base: Scores) -> Scores:
     """Return scores as if all parts had the episodes or texts of the first.
 
     Args:
-        scores: (parts, members), of which each part has episodes or texts of its own.
+        scores: (parts, members); the parts have different episodes or texts.
         base: the same for members that are close to the center.
 
     >>> align_parts(np.array([[1.5, 0.5], [7.0, 5.0]], np.float32), np.array([[1.0, 1.0], [6.0, 6.0]], np.float32))
