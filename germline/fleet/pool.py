@@ -6,10 +6,7 @@ batch) is copied to memory that all processes share. A child takes the number of
 to the shared memory and takes the next number.
 
 Children sleep between generations, until an event counter that all of them watch is raised. One call wakes them, so
-that none of those that are awake takes the parent's core while others still sleep. And Linux does not prefer the core
-of the process that wakes them, as it does for the reader of a pipe or a socket.
-
-A child evaluates a block exactly as a thread does, so the bits are the same.
+that none of those that are awake takes the parent's core while others still sleep.
 """
 
 import gc
