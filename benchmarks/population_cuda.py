@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet import Local
-from germline.objective import Batch, Objective
+from germline.objective import Batch, Batches, Data, Objective
 from germline.recipes.nuclei import SHAPES
 from germline.recipes.nuclei import UNet as NucleiNet
 from germline.strategies import GA, PSO, AnyStrategy, MuLambda, OpenAIES
@@ -153,12 +153,13 @@ def prepare_generation(row: Row, strategy: AnyStrategy, dtype: Any = "bfloat16")
     objective = Objective(losses.get(row.net, F.cross_entropy))
     session = Session.create(make_module(row), strategy, objective, Local("cuda"), 0, dtype=dtype)
     batch = make_batch(row)
+    data = Data.from_source((*batch.args, batch.target))
+    session.batches = Batches(data, row.batch, seed=0)
     session.prepare(batch)
-    numbers = iter(range(2, 1 << 30))
 
     def step() -> None:
-        number = next(numbers)
-        session.tell(session.evaluate(number + (number % 100 == 1), batch))  # without the checks at every hundredth
+        following, session.prefetched_batch = session.prefetched_batch, None
+        session.run_generation(session.batch(session.generation) if following is None else following)
 
     return step
 

@@ -211,8 +211,11 @@ class Data:
             if device not in copies:
                 fits = device.type == "cuda" and size <= device_memory(device) // GPU_SHARE
                 copies[device] = map_tensors(lambda value: value.to(device) if fits else value, source)
-            numbers = torch.from_numpy(index)
-            return map_tensors(lambda value: value.index_select(0, numbers.to(value.device)), copies[device])
+
+            def pick(value: Tensor) -> Tensor:  # a GPU that is busy is not waited for
+                return value.index_select(0, torch.from_numpy(index).to(value.device, non_blocking=True))
+
+            return map_tensors(pick, copies[device])
 
         digest = hashlib.sha256()
         for key, value in tensors.items():

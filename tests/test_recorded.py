@@ -12,8 +12,12 @@ from torch import nn
 
 import germline as gl
 from germline import kernels
+from germline.engine.journal import Journal
+from germline.engine.opening import open_for_replay
+from germline.engine.replay import verify
 from germline.engine.session import Session
 from germline.fleet import Local
+from germline.fleet.local import LocalUpdate
 from germline.genome import Genome
 from germline.kernels import recorded
 from germline.noise import Field, low_rank_matrices, recordings
@@ -186,7 +190,7 @@ def test_prefetched_scores_are_dropped_if_a_callback_changes_something(tmp_path:
         def change(session: Any, row: Any) -> None:
             setting["sigma"] *= 0.8  # noqa: B023
             if not prefetches:  # noqa: B023
-                session.scorer.prefetched = None
+                session.scorer.prefetched.clear()
 
         torch.manual_seed(0)
         strategy = OpenAIES(population=P, sigma=lambda g: setting["sigma"])  # noqa: B023
@@ -196,6 +200,51 @@ def test_prefetched_scores_are_dropped_if_a_callback_changes_something(tmp_path:
         )
         hashes.append(result.summary["theta_sha256"])
     assert hashes[0] == hashes[1]
+
+
+EARLY: dict[str, gl.OpenAIES | gl.SNES] = {
+    "dense": OpenAIES(population=P, sigma=0.1),
+    "rank 1": OpenAIES(population=P, sigma=0.1, rank=1, weight_decay=0.01),
+    "not mirrored": OpenAIES(population=P, sigma=0.1, rank=2, mirrored=False, optimizer="sgd"),
+    "torch": OpenAIES(population=P, sigma=0.1, optimizer="torch.RMSprop"),
+    "falls": OpenAIES(population=P, sigma=0.1, lr=gl.Schedule("linear", 0.1, 0.0)),
+    "snes": gl.SNES(population=P, sigma=0.1),
+    "snes, not mirrored": gl.SNES(population=P, sigma=0.1, mirrored=False),
+}
+
+
+def is_sometimes_lost(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a loss without a finite number where the first example of the batch is of class 2."""
+    return torch.where(target[0] == 2, torch.nan, F.cross_entropy(output, target))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, is_sometimes_lost])
+@pytest.mark.parametrize("name", EARLY)
+def test_updates_before_the_scores_are_read_have_the_bits_of_those_after(
+    name: str, loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.randn(64, 6), torch.randint(0, 3, (64,))
+    advance_early, hashes, scores, early = LocalUpdate.advance_early, list[str](), list[list[float]](), 0
+
+    def count(update: LocalUpdate, *arguments: Any) -> Any:
+        nonlocal early
+        state = advance_early(update, *arguments)
+        early += state is not None
+        return state
+
+    for replacement in (count, lambda *arguments: None):
+        monkeypatch.setattr(LocalUpdate, "advance_early", replacement)
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"strategy": EARLY[name], "batch_size": 4, "generations": 130, "evaluate_every": 50}
+        run = tmp_path / f"run-{len(hashes)}"
+        result = gl.train(NETS["mlp"](), (x, y), loss=loss, fleet=Local("cuda"), run=run, **settings)
+        hashes.append(result.summary["theta_sha256"])
+        scores.append([row["mean"] for row in result.history])
+    assert hashes[0] == hashes[1]
+    assert repr(scores[0]) == repr(scores[1])  # some are NaN
+    assert early > 100
+    if EARLY[name].is_portable:  # the CPU has the same bits
+        assert verify(open_for_replay(Journal.open(tmp_path / "run-0")))["theta_sha256"] == hashes[0]
 
 
 class DependsOnPython(nn.Module):

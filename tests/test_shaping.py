@@ -5,9 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from germline.optim.shaping import CLIP, ONE, ranks, shape_by_shard, utilities, utility_unit, zscores
+from germline.optim.shaping import (
+    CLIP,
+    ONE,
+    ranks,
+    shape_by_shard,
+    utilities,
+    utilities_by_rank,
+    utility_unit,
+    zscores,
+)
+from germline.optim.tensor_shaping import rank_tensor, utilities_by_tensor_rank
 
 NAN, INF = float("nan"), float("inf")
 
@@ -81,3 +92,18 @@ def test_zscores_are_those_of_the_finite_scores() -> None:
 def test_zscores_are_worth_standard_deviations() -> None:
     worth = zscores(np.array([1.0, 3.0]), maximize=True) * utility_unit("zscore", 2)
     assert worth.tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 4097])
+def test_tensors_have_the_utilities_of_arrays(size: int, maximize: bool) -> None:
+    random = np.random.default_rng(size)
+    table = random.integers(-(1 << 20), 1 << 20, size).tolist()
+    for values in (random.integers(0, 10, size), random.normal(size=size), np.zeros(size), -np.zeros(size)):
+        scores = values.astype(np.float32)
+        for share in (0.0, 0.1, 0.9):
+            scores[random.random(size) < share] = random.choice([NAN, INF, -INF, -0.0])
+            tensor = torch.from_numpy(scores)
+            assert rank_tensor(tensor, maximize=maximize).tolist() == ranks(scores, maximize=maximize).tolist()
+            utilities_of_tensor = utilities_by_tensor_rank(tensor, table, maximize=maximize)
+            assert utilities_of_tensor.tolist() == utilities_by_rank(scores, table, maximize=maximize).tolist()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from germline.errors import BadInput
+from germline.fleet.recorded_sums import RecordedSums
 from germline.genome import Genome
 from germline.noise import Field
 from germline.optim.schedules import Schedule
@@ -326,3 +327,34 @@ def test_single_layers_can_have_another_rank() -> None:
         ranks("3.weight=2")
     with pytest.raises(BadInput, match="takes NAME=RANK"):
         OpenAIES(ranks="0.weight:2")
+
+
+@pytest.mark.parametrize("scores", [np.arange(40) % 7, np.random.default_rng(0).normal(size=40), np.full(40, 0.5)])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        OpenAIES(population=40, rank=1),
+        OpenAIES(population=40, mirrored=False, noise="uniform"),
+        SNES(population=40, mirrored=False),
+        SNES(population=40, noise="uniform"),
+    ],
+    ids=lambda strategy: f"{strategy.name}-{strategy.noise}",
+)
+def test_sums_of_weights_in_device_memory_are_those_of_the_host(strategy: Any, maximize: bool, scores: Any) -> None:
+    genome = Genome.from_module(nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 2)))
+    strategy, numbers = strategy.bind(genome), scores.astype(np.float32)
+    field = strategy.field(3, genome)
+    numbers[[3, 30]] = np.nan, np.inf
+    sums = RecordedSums(strategy, field, maximize=maximize, size=genome.size)
+    weights = strategy.weights(numbers, maximize=maximize)
+    assert abs(weights).sum() <= strategy.weight_magnitude
+    expected = strategy.sums(field.members(range(40), 5), weights, (0, genome.size))
+    assert torch.equal(sums.sum_members(torch.from_numpy(numbers), 5), expected)
+
+
+def test_the_bound_of_weights_that_the_host_has_not_seen() -> None:
+    assert OpenAIES(population=4).weight_magnitude == 3 + 1 + 1 + 3
+    assert OpenAIES(population=64, shaping="zscore").weight_magnitude is None
+    assert OpenAIES(population=64, shards=2).weight_magnitude is None
+    assert SNES(population=64).weight_magnitude is None  # no utilities yet

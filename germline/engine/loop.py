@@ -31,7 +31,8 @@ def run(session: Session, stop: Stop, callbacks: Sequence[Callback] = ()) -> dic
     stop.check(session.scorer.objective, session.splits)
     if stop.target is not None and stop.target.metric.startswith("train_"):
         session.eval_splits = ("train", *session.eval_splits)
-    session.measure_part, session.part_used = stop.part_used, stop.part_used(session, session.samples)
+    session.measure_part = stop.part_used
+    session.part_used = stop.part_used(session, session.generation, session.samples)
     delay = COMMIT_DELAY if all(getattr(callback, "can_wait", False) for callback in callbacks) else 0.0
     if session.generation == 0 and (session.keeps_best or stop.patience is not None):
         session.measure_start()

@@ -78,7 +78,7 @@ class Scorer:
     dropout: bool = False
     plan: Plan | None = None
     evaluators: dict[Plan, Evaluator] = field(default_factory=dict)
-    prefetched: "PrefetchedScores | None" = None
+    prefetched: "dict[int, PrefetchedScores]" = field(default_factory=dict)  # by generation
 
     @property
     def chosen_plan(self) -> Plan:
@@ -114,7 +114,7 @@ class Scorer:
     def adopt(self, plan: Plan) -> None:
         """Evaluate members by another plan from now on."""
         if plan != self.plan:
-            self.plan, self.evaluators, self.prefetched = plan, {}, None
+            self.plan, self.evaluators, self.prefetched = plan, {}, {}
 
     def try_module(self, batch: Batch | None) -> None:
         """Run the user's module once on a batch, so that an error is reported before anything else is done."""
@@ -251,13 +251,14 @@ class Scorer:
         """Return the scores of all members; if the plan of the run fails, adopt a slower one with a warning."""
         evaluator, generation, plan = self.evaluator, int(candidates.generation), self.chosen_plan
         isolated, slower = Plan(1, "isolated", vectorized=False, dropout=plan.dropout), None
-        prefetched, self.prefetched = self.prefetched, None
+        prefetched = self.prefetched.pop(generation, None)
         try:
-            if prefetched is not None and prefetched.fits(strategy, inputs.state, generation, batch, inputs.values):
-                scores = prefetched.scores.cpu().numpy()[: strategy.population]
+            if prefetched is not None and prefetched.fits(strategy, inputs.state, batch, inputs.values):
+                scores = prefetched.read()
             else:
+                self.prefetched.clear()
                 scores = fleet.score(evaluator, candidates, strategy.population, batch, inputs)
-            if batch is not None and generation % CHECK_EVERY == 1:
+            if batch is not None and is_checked(generation):
                 checked = batch
                 if not fleet.group.all(fleet.group.all_or_none(lambda: self.confirm(candidates, checked, scores))):
                     fleet.confirm_scores(in_doubt=True)  # a worker may be wrong, and not the plan
@@ -309,24 +310,44 @@ class Scorer:
             return
         recording = self.evaluator.recording(candidates, strategy.population, batch)
         if recording is not None and recording.trusted:
-            scores = recording.scores(candidates, batch)
-            self.prefetched = PrefetchedScores(strategy, state, int(candidates.generation), batch, values, scores)
+            scores = recording.scores(candidates, batch)[: strategy.population]
+            self.prefetched[int(candidates.generation)] = PrefetchedScores(strategy, state, batch, values, scores)
 
 
-@dataclass(frozen=True)
+def is_checked(generation: int) -> bool:
+    """Return whether sampled members of a generation are compared with plain copies."""
+    return generation % CHECK_EVERY == 1
+
+
 class PrefetchedScores:
-    """Scores that a GPU is computing, and what they are made of."""
+    """Scores that a GPU is computing, on their way to the host, and what they are made of.
 
-    strategy: AnyStrategy
-    state: Any
-    generation: int
-    batch: Batch
-    values: Mapping[str, float]
-    scores: Tensor
+    Args:
+        strategy: The strategy of the run.
+        state: Its State, from which the members come.
+        batch: What they are scored on.
+        values: The values of the strategy's schedules.
+        scores: In the memory of the GPU, where the next generation overwrites them.
+    """
 
-    def fits(
-        self, strategy: AnyStrategy, state: Any, generation: int, batch: Batch | None, values: Mapping[str, float]
-    ) -> bool:
-        """Return whether these are the scores of a generation."""
+    def __init__(
+        self, strategy: AnyStrategy, state: Any, batch: Batch, values: Mapping[str, float], scores: Tensor
+    ) -> None:
+        self.strategy, self.state, self.batch, self.values, self.scores = strategy, state, batch, values, scores
+        self.copy = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+        with torch.cuda.device(scores.device):
+            self.copy.copy_(scores, non_blocking=True)
+            self.arrival = torch.cuda.current_stream().record_event()
+        self.numbers: Scores | None = None
+
+    def read(self) -> Scores:
+        """Return the scores, the same array each time, once they have arrived."""
+        if self.numbers is None:
+            self.arrival.synchronize()
+            self.numbers = self.copy.numpy().copy()
+        return self.numbers
+
+    def fits(self, strategy: AnyStrategy, state: Any, batch: Batch | None, values: Mapping[str, float]) -> bool:
+        """Return whether these are the scores of members of such a State on such a batch."""
         is_same = self.batch is batch and self.state is state and self.strategy is strategy
-        return is_same and self.generation == generation and self.values == values
+        return is_same and self.values == values

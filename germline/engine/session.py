@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from germline.clock import clock
+from germline.engine.ahead import start_generation, update_early
 from germline.engine.best import Best
 from germline.engine.diagnostics import compare_gradients, diagnose_step, measure_resources
-from germline.engine.drivers import Driver, find_driver, gradient_strategy, make_inputs, sum_observations
+from germline.engine.drivers import Driver, find_driver, gradient_strategy, sum_observations
 from germline.engine.export import export_model
 from germline.engine.files import write_atomically
 from germline.engine.history import Row, describe_record, read_rows
@@ -103,7 +103,7 @@ class Session:
     member_share: MemberShare | None = None  # which members train here
     last_gradient: Tensor | None = None  # for comparison with the next one
     prefetched_batch: Batch | None = None  # the batch of the next generation, if a GPU has started with it
-    measure_part: "Callable[[Session, int], float] | None" = None  # see ``part_used``
+    measure_part: "Callable[[Session, int, int], float] | None" = None  # see ``part_used``
     part_used: float = 0.0  # of the run's budget, by its limits and the samples so far: schedules go by it
     unrecorded_seconds: float = 0.0  # of writing the last generation, which the next record counts
     last_commit: float = 0.0  # when records were last written to disk
@@ -209,7 +209,11 @@ class Session:
 
     def values(self, generation: int) -> dict[str, float]:
         """Return the values of the strategy's schedules in a generation."""
-        values: dict[str, float] = set_schedules(self.strategy, self.part_used).values(self.state, generation)
+        return self.values_of(self.state, generation, self.part_used)
+
+    def values_of(self, state: Any, generation: int, part_used: float) -> dict[str, float]:
+        """Return the values of the strategy's schedules in a generation that begins with some State."""
+        values: dict[str, float] = set_schedules(self.strategy, part_used).values(state, generation)
         return values
 
     def tell(self, result: GenerationResult) -> None:
@@ -244,16 +248,8 @@ class Session:
         self.prepare(batch)
         plan = self.scorer.plan
         clock.pop_seconds()
-        result = self.evaluate(self.generation, batch)
-        before = self.state
-        with clock("update"):
-            self.advance(result)
+        result, before, samples = self.run_generation(batch)
         resources = measure_resources(self.scorer.device) if self.driver.records_theta else {}
-        samples = self.driver.count_samples(self, result, batch)
-        self.generation += 1
-        if self.measure_part is not None:
-            self.part_used = self.measure_part(self, self.samples + samples)
-        self._prefetch()
         is_measured = self.generation % self.recipe.evaluate_every == 0
         metrics = group.on_journal_rank(lambda: self.measure(batch)) if is_measured else {}
         diagnostics = diagnose_step(self, result, before) if is_measured and group.owns_journal else {}
@@ -284,6 +280,25 @@ class Session:
             self.best_theta = self.state.theta.clone() if group.owns_journal else None
         return row
 
+    def run_generation(self, batch: Batch | None) -> tuple[GenerationResult, Any, int]:
+        """Evaluate a generation and advance the State; return the result, the State before, and how many samples."""
+        early = update_early(self, batch)
+        result = self.evaluate(self.generation, batch)
+        before, samples = self.state, self.driver.count_samples(self, result, batch)
+        self.generation += 1
+        if early is not None and early.holds(result):
+            self.state, self.part_used = early.state, early.part_used
+        else:
+            with clock("update"):
+                self.advance(result)
+            self.part_used = self.part_after(self.generation, samples)
+            start_generation(self, self.generation, self.state, self.part_used)
+        return result, before, samples
+
+    def part_after(self, generation: int, samples: int) -> float:
+        """Return the part of the run's budget that this many generations have used, the last one with its samples."""
+        return self.measure_part(self, generation, self.samples + samples) if self.measure_part else self.part_used
+
     @property
     def stop_request(self) -> int:
         """The request to stop in this process: 2 for an interrupt, 1 for a callback's, else 0."""
@@ -295,23 +310,6 @@ class Session:
         self.keeps_best = which == "best"
         if self.keeps_best:
             Best.require(self.scorer.objective, self.splits, 'keep="best"')
-
-    def _prefetch(self) -> None:
-        """Have workers or a GPU start the next generation, if there will be one, while this one is written to disk."""
-        self.prefetched_batch, fleet, scorer, strategy = None, self.fleet, self.scorer, self.strategy
-        is_last = self.part_used >= 1.0 or self.stop_request
-        is_possible = fleet.can_prefetch or (fleet.group.size == 1 and scorer.can_prefetch)
-        if strategy.kind != "evolve" or is_last or not is_possible:
-            return
-        with suppress(Exception):  # an error of the next generation is reported when it is due
-            values = self.values(self.generation)
-            candidates = strategy.ask(self.state, self.noise, self.generation, values)
-            batch = self.prefetched_batch = self.batch(self.generation)
-            if fleet.can_prefetch:
-                inputs = make_inputs(self, self.generation, values)
-                fleet.prefetch(scorer.evaluator, candidates, strategy.population, batch, inputs)
-            else:
-                scorer.prefetch(strategy, self.state, candidates, batch, values)
 
     def _compare_gradients(self, result: GenerationResult) -> dict[str, float]:
         if self.strategy.kind != "differentiate":

@@ -96,17 +96,18 @@ class Stop:
         if self.target is not None and self.target.metric not in names:
             raise unknown_name("metric", self.target.metric, names)
 
-    def part_used(self, session: Session, samples: int) -> float:
+    def part_used(self, session: Session, generation: int, samples: int) -> float:
         """Return which part of its budget a run has used, from 0 to 1; 0 if it has no limit but a target.
 
         Args:
             session: The run.
+            generation: Its finished generations.
             samples: Its samples so far.
         """
         seconds, _ = session.fleet.group.stop_status(session.seconds, False)
         passes = self.evaluations * session.batch_size if self.evaluations is not None else None
         steps = (samples, self.interactions)
-        used = ((session.generation, self.generations), (samples, passes), (seconds, self.seconds), steps)
+        used = ((generation, self.generations), (samples, passes), (seconds, self.seconds), steps)
         return min(1.0, max((amount / limit for amount, limit in used if limit), default=0.0))
 
     def reason(self, session: Session) -> str | None:

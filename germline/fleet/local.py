@@ -10,6 +10,7 @@ from germline.arguments import check_fields
 from germline.fleet.executor import Executor, find_device
 from germline.fleet.gradients import Scores
 from germline.fleet.protocol import Fleet, Group, Inputs, MemberShare, TrainedMember, TrainMember, Update, scores_of
+from germline.fleet.recorded_sums import RecordedSums
 from germline.noise import Field
 from germline.objective import Batch
 from germline.population import Evaluator
@@ -30,6 +31,13 @@ class LocalUpdate(Update):
     strategy: AnyStrategy
     field: Field
     maximize: bool
+    sums: RecordedSums | None = None
+
+    def advance_early(self, state: Any, scores: Tensor, result: GenerationResult) -> Any:
+        if self.sums is None:
+            return None
+        sums = self.sums.compute(scores, result.generation)
+        return self.sums.strategy.step(state, sums, result, self.field)
 
     def advance(self, state: Any, result: GenerationResult) -> Any:
         def tell(part: Any, start: int = 0) -> Any:
@@ -95,7 +103,9 @@ class Local(Fleet):
         return self.executor.gradient(evaluator, theta, batch, wire)
 
     def share_update(self, strategy: AnyStrategy, state: Any, field: Field, *, maximize: bool) -> LocalUpdate:
-        return LocalUpdate(strategy, field, maximize)
+        size, device = state.theta.numel(), state.theta.device
+        sums = RecordedSums.create(strategy, field, maximize=maximize, size=size, device=device)
+        return LocalUpdate(strategy, field, maximize, sums)
 
     def share_members(self, strategy: MemberStrategy[Any], state: Any, field: Field, *, maximize: bool) -> LocalMembers:
         return LocalMembers(LocalUpdate(strategy, field, maximize), range(strategy.population), self.executor)

@@ -98,6 +98,16 @@ class Update(Protocol):
         Arrays of the State before that neither ``ask`` nor the user reads, such as moments, may be overwritten.
         """
 
+    def advance_early(self, state: Any, scores: Tensor, result: GenerationResult) -> Any:
+        """Return the State after a generation whose scores are still being computed, or None where that cannot be.
+
+        Args:
+            state: The State before, which stays valid: it is the next one, too, if no score is finite.
+            scores: Those of all members, in the memory of a GPU.
+            result: The result without scores.
+        """
+        return None
+
     def gather(self, state: Any) -> Any:
         """Return the whole State, in the process that owns the journal at least; all processes must call this."""
         return state

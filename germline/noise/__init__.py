@@ -18,3 +18,4 @@ from germline.noise.addresses import (
 from germline.noise.field import DIGEST_SPAN, VERSION, Field, field_digest
 from germline.noise.members import Noise, recordings
 from germline.noise.scaling import LiveScalars, Sigma, as_tensor, cached_tensor, round_to, scale_sigma
+from germline.noise.weights import MemberWeights

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from germline.errors import BadInput
+from germline.kernels import to_kernel_device
 from germline.noise.addresses import Integers, MemberAddresses
 
 
@@ -19,13 +20,22 @@ class AddressWeights(NamedTuple):
     magnitude: int  # at least the sum of the absolute weights of the members
 
 
-Weights = Integers | AddressWeights  # of the members in a sum
+class MemberWeights(NamedTuple):
+    """Weights of members that are in the memory of a device."""
+
+    weights: torch.Tensor
+    magnitude: int  # at least the sum of the absolute weights
+
+
+Weights = Integers | AddressWeights | MemberWeights  # of the members in a sum
 
 
 def sum_by_address(weights: Weights, members: MemberAddresses, power: int) -> AddressWeights:
     """Return each address once, with the weights of its members summed, and signed for power 1."""
     if isinstance(weights, AddressWeights):
         return weights
+    if isinstance(weights, MemberWeights):
+        return sum_tensor_by_address(weights, members, power)
     array = np.asarray(weights)
     if array.shape != members.addresses.shape or (array.size and array.dtype.kind not in "iu"):
         raise BadInput(f"Weights must be whole numbers, one per member: got {array.dtype} of shape {array.shape}.")
@@ -41,6 +51,20 @@ def sum_by_address(weights: Weights, members: MemberAddresses, power: int) -> Ad
     totals = np.zeros(addresses.size, np.int64)
     np.add.at(totals, index, signed)
     return AddressWeights(addresses, totals, magnitude)
+
+
+def sum_tensor_by_address(weights: MemberWeights, members: MemberAddresses, power: int) -> AddressWeights:
+    """Return ``sum_by_address`` of weights in the memory of a device, where the sums stay."""
+    values, magnitude = weights
+    if power == 1:
+        values = values * torch.as_tensor(to_kernel_device(members.signs, values.device))
+    addresses, index = members.unique
+    if index is None:
+        return AddressWeights(addresses, values[::2] + values[1::2], magnitude)
+    totals = torch.zeros(addresses.size, dtype=values.dtype, device=values.device)
+    return AddressWeights(
+        addresses, totals.index_add_(0, torch.as_tensor(to_kernel_device(index, values.device)), values), magnitude
+    )
 
 
 def drop_zeros(weights: AddressWeights) -> AddressWeights:

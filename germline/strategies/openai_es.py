@@ -17,10 +17,11 @@ from torch import Tensor
 from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Noise, Span, round_to
+from germline.noise import Field, Kind, MemberWeights, Noise, Span, round_to
 from germline.optim.optimizers import Moments
 from germline.optim.schedules import Schedule, Scheduled, value_at
 from germline.optim.shaping import Shaping, shape_by_shard, utilities, utility_unit
+from germline.optim.tensor_shaping import rank_tensor
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, SummedStrategy
 from germline.strategies.settings import (
@@ -168,7 +169,15 @@ class OpenAIES(SummedStrategy[State]):
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         return shape_by_shard(scores, self.shards, lambda part: utilities(part, self.shaping, maximize=maximize))
 
-    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> Tensor:
+    @property
+    def weight_magnitude(self) -> int | None:
+        return self.population**2 // 2 if self.shaping == "ranks" and self.shards == 1 else None
+
+    def device_weights(self, scores: Tensor, *, maximize: bool) -> MemberWeights:
+        assert self.weight_magnitude is not None
+        return MemberWeights(rank_tensor(scores, maximize=maximize), self.weight_magnitude)
+
+    def sums(self, noise: Noise, weights: NDArray[np.int64] | MemberWeights, span: Span) -> Tensor:
         return noise.exact_sum(weights, span)[None]
 
     def step(self, state: State, sums: Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> State:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from germline.genome import Genome
-from germline.noise import Field, Noise, Span
+from germline.noise import Field, MemberWeights, Noise, Span
 from germline.optim.optimizers import Moments
 from germline.strategies.candidates import Candidates
 
@@ -184,7 +184,16 @@ class SummedStrategy(Strategy[S], Protocol[S]):
     def weights(self, scores: NDArray[np.float32], *, maximize: bool) -> NDArray[np.int64] | None:
         """Return an integer weight for each member, or None where no score is finite."""
 
-    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> Tensor:
+    @property
+    def weight_magnitude(self) -> int | None:
+        """A bound of the sum of absolute weights, if a GPU can compute them from scores that the host does not have."""
+        return None
+
+    def device_weights(self, scores: Tensor, *, maximize: bool) -> MemberWeights:
+        """Return the weights of members whose scores are in the memory of a device; some of them must be finite."""
+        raise NotImplementedError
+
+    def sums(self, noise: Noise, weights: NDArray[np.int64] | MemberWeights, span: Span) -> Tensor:
         """Return the exact sums over some members that an update is made of: (sums, parameters)."""
 
     def step(self, state: S, sums: Tensor, result: GenerationResult, field: Field, *, start: int = 0) -> S:

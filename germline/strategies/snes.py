@@ -20,10 +20,11 @@ from torch import Tensor
 from germline.arguments import SETTING, check_fields
 from germline.errors import BadInput
 from germline.genome import Genome
-from germline.noise import Field, Kind, Noise, Span, round_to
+from germline.noise import Field, Kind, MemberWeights, Noise, Span, round_to
 from germline.optim.optimizers import exponential
 from germline.optim.schedules import Scheduled, value_at
 from germline.optim.shaping import any_finite, shape_by_shard, utilities_by_rank
+from germline.optim.tensor_shaping import utilities_by_tensor_rank
 from germline.strategies.candidates import Candidates
 from germline.strategies.protocol import GenerationResult, SummedStrategy
 from germline.strategies.settings import check_population, check_rate, document_settings, setting
@@ -134,7 +135,19 @@ class SNES(SummedStrategy[State]):
             lambda part: utilities_by_rank(part, table, maximize=maximize) if any_finite(part) else None,
         )
 
-    def sums(self, noise: Noise, weights: NDArray[np.int64], span: Span) -> Tensor:
+    @property
+    def weight_magnitude(self) -> int | None:
+        if self.utilities is None or self.shards > 1:
+            return None
+        return sum(map(abs, self.utilities)) + self.population  # the means of equal scores are rounded down
+
+    def device_weights(self, scores: Tensor, *, maximize: bool) -> MemberWeights:
+        assert self.utilities is not None, "see bind"
+        assert self.weight_magnitude is not None
+        weights = utilities_by_tensor_rank(scores, self.utilities, maximize=maximize)
+        return MemberWeights(weights, self.weight_magnitude)
+
+    def sums(self, noise: Noise, weights: NDArray[np.int64] | MemberWeights, span: Span) -> Tensor:
         first, second = noise.accumulate(weights, span), noise.accumulate(weights, span, power=2)
         return torch.stack([first.to(second.dtype), second])
 

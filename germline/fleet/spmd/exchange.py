@@ -21,6 +21,7 @@ from torch import Tensor
 
 from germline.errors import BadInput
 from germline.fleet.gradients import column_spans
+from germline.fleet.protocol import Update
 from germline.fleet.spmd.collective import Collective
 from germline.noise import Field, Span
 from germline.strategies import AnyStrategy, GenerationResult, SummedStrategy, slice_columns
@@ -33,7 +34,7 @@ LARGEST = 256  # above the largest integer of the field, and the square of one
 
 
 @dataclass(frozen=True)
-class SharedUpdate:
+class SharedUpdate(Update):
     """Which rank updates what, decided once for a run."""
 
     mode: Mode

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from germline.fleet.executor import Executor
 from germline.fleet.gradients import sum_in_order, weigh_gradient
-from germline.fleet.protocol import Inputs, MemberShare, Scores, TrainedMember, TrainMember, scores_of
+from germline.fleet.protocol import Inputs, MemberShare, Scores, TrainedMember, TrainMember, Update, scores_of
 from germline.fleet.spmd.collective import Collective
 from germline.fleet.spmd.shares import Shares, split_evenly
 from germline.noise import Field
@@ -22,7 +22,7 @@ Row = tuple[int, str]  # a member and an array of the State
 
 
 @dataclass(frozen=True)
-class RowUpdate:
+class RowUpdate(Update):
     """An update of members of which each rank holds some; made once for a run.
 
     Attributes:
