@@ -218,6 +218,7 @@ def is_sometimes_lost(output: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     return torch.where(target[0] == 2, torch.nan, F.cross_entropy(output, target))
 
 
+@pytest.mark.filterwarnings("ignore::germline.errors.NoProgress")
 @pytest.mark.parametrize("loss", [F.cross_entropy, is_sometimes_lost])
 @pytest.mark.parametrize("name", EARLY)
 def test_updates_before_the_scores_are_read_have_the_bits_of_those_after(

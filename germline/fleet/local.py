@@ -13,11 +13,12 @@ from germline.fleet.protocol import Fleet, Group, Inputs, MemberShare, TrainedMe
 from germline.fleet.recorded_sums import RecordedSums
 from germline.noise import Field
 from germline.objective import Batch
-from germline.population import Evaluator
+from germline.population import Evaluator, limited_torch_threads
 from germline.strategies import AnyStrategy, Candidates, GenerationResult, MemberStrategy, Wire, by_columns
 
 UPDATED_AT_ONCE = 1 << 21  # numbers of each array of a State, on a CPU: intermediate results take about 100 MB
 MIN_COLUMNS = 1 << 16  # of parts of an update
+PARAMETERS_PER_THREAD = 1 << 17  # of an update on a CPU: where there are few, it takes longer to wake more threads
 
 
 class Solo(Group):
@@ -45,9 +46,12 @@ class LocalUpdate(Update):
 
         strategy, size = self.strategy, state.theta.numel()
         width = max(MIN_COLUMNS, UPDATED_AT_ONCE // (1 if strategy.has_semi_updates else strategy.population))
-        if strategy.kind != "evolve" or not strategy.is_columnwise or state.theta.is_cuda or size <= width:
+        if strategy.kind != "evolve" or not strategy.is_columnwise or state.theta.is_cuda:
             return tell(state)
-        return by_columns(tell, state, size, width, ("theta", *strategy.ask_arrays))
+        with limited_torch_threads(-(-size // PARAMETERS_PER_THREAD)):
+            if size <= width:
+                return tell(state)
+            return by_columns(tell, state, size, width, ("theta", *strategy.ask_arrays))
 
 
 @dataclass(frozen=True)

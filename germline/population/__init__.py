@@ -23,6 +23,7 @@ from germline.population.isolation import (
     exact_arithmetic,
     is_only_thread,
     keep_memory,
+    limited_torch_threads,
     release_memory,
     single_threaded_torch,
 )

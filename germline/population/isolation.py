@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from typing import Any, cast
 
@@ -165,11 +165,16 @@ def vmap_warns() -> bool:
     return bool(caught)
 
 
-@contextmanager
-def single_threaded_torch() -> Iterator[None]:
+def single_threaded_torch() -> AbstractContextManager[None]:
     """Have torch use one thread, as every block does: sums over a batch differ between one thread and two."""
+    return limited_torch_threads(1)
+
+
+@contextmanager
+def limited_torch_threads(count: int) -> Iterator[None]:
+    """Have torch use so many threads at most."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(min(before, count))
     try:
         yield
     finally:
