@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._pytree import tree_map
 
 from germline.genome import Genome, Slot
@@ -122,7 +124,15 @@ class Block:
     def call_once(self, inputs: Sequence[torch.Tensor], function: BlockFunction) -> list[torch.Tensor]:
         """Have vmap call a function once for the whole block: its inputs and outputs have the members first."""
         assert self.vmap_index is not None
-        self.functions.append(function)
+        functorch = torch._C._functorch
+        level = functorch.maybe_get_level(self.vmap_index)
+        if functorch.maybe_current_level() == level:  # what a custom operator does, without its overhead
+            unwrapped = [functorch._unwrap_batched(x, level) for x in inputs]
+            with outside_of_vmap():
+                members_first = [x if dim is None else x.movedim(dim, 0) for x, dim in unwrapped]
+                results = function(members_first, [dim is not None for _, dim in unwrapped])
+            return [functorch._add_batch_dim(x, 0, level) for x in results]
+        self.functions.append(function)  # the user's code has transforms of its own
         try:
             outputs: list[torch.Tensor] = layer(list(inputs), self.vmap_index, len(self.functions) - 1)
         finally:
@@ -201,6 +211,18 @@ class Block:
         self.dropout_offset += count
         drop = min(65536, round(probability * 65536))
         return (self.noise.halves(span, Stream.DROPOUT) >= drop).view(self.size, *shape)
+
+
+@contextmanager
+def outside_of_vmap() -> Iterator[None]:
+    """Leave vmap for a while, and the modes that intercept functions of torch."""
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
+    try:
+        with temporarily_pop_interpreter_stack():
+            yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 class CurrentBlock(threading.local):
