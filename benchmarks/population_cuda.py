@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from germline.engine.scoring import is_checked
 from germline.engine.session import Session
 from germline.errors import BadInput
 from germline.fleet import Local
 from germline.objective import Batch, Batches, Data, Objective
 from germline.recipes.nuclei import SHAPES
 from germline.recipes.nuclei import UNet as NucleiNet
-from germline.strategies import GA, PSO, AnyStrategy, MuLambda, OpenAIES
+from germline.strategies import GA, PSO, SNES, AnyStrategy, MuLambda, OpenAIES
 
 Step = Callable[[], object]
 SMALL, WIDE = (784, 300, 10), (1024, 2048, 2048, 10)
@@ -146,8 +147,15 @@ def make_batch(row: Row) -> Batch:
     return Batch.from_raw((x, y), "cuda")
 
 
-def prepare_generation(row: Row, strategy: AnyStrategy, dtype: Any = "bfloat16") -> Step:
-    """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal."""
+def prepare_generation(row: Row, strategy: AnyStrategy, dtype: Any = "bfloat16", *, waits: bool = False) -> Step:
+    """Return a function that runs a generation of Germline: scores, utilities, update; all but the journal.
+
+    Args:
+        row: The net and its population.
+        strategy: The strategy.
+        dtype: The type of the members' arithmetic.
+        waits: Whether the update waits until the host has read the scores, as that of ``gl.Search`` on given batches.
+    """
     segments = F.binary_cross_entropy_with_logits
     losses: dict[str, Any] = {"lstm": F.mse_loss, "unet": segments, "unet-large": segments}
     objective = Objective(losses.get(row.net, F.cross_entropy))
@@ -158,6 +166,13 @@ def prepare_generation(row: Row, strategy: AnyStrategy, dtype: Any = "bfloat16")
     session.prepare(batch)
 
     def step() -> None:
+        if is_checked(session.generation):  # it would take longer
+            session.generation += 1
+            session.prefetched_batch = None
+        if waits:
+            session.tell(session.evaluate(session.generation, batch))
+            session.generation += 1
+            return
         following, session.prefetched_batch = session.prefetched_batch, None
         session.run_generation(session.batch(session.generation) if following is None else following)
 
@@ -222,7 +237,10 @@ def measure(name: str, row: Row, repeats: int, with_jax: bool, with_strategies: 
     for label, rank in (("rank 1", 1), ("dense", None)):
         strategy = OpenAIES(population=size, sigma=0.05, lr=0.01, rank=rank)
         add(label, partial(prepare_generation, row, strategy))
-    for other in (MuLambda(population=size), GA(population=size), PSO(population=size)) if with_strategies else ():
+        if row.net == "mlp" and rank == 1:
+            add("rank 1, waits", partial(prepare_generation, row, strategy, waits=True))
+    others = SNES(population=size), MuLambda(population=size), GA(population=size), PSO(population=size)
+    for other in others if with_strategies else ():
         add(other.name, partial(prepare_generation, row, other))
     if row.net == "mlp" and with_jax and find_spec("jax"):
         from jax_step import rank_one

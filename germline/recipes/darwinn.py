@@ -9,6 +9,7 @@ The data are downloaded if they are not on this machine; ``data=synthetic`` is i
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from torch import nn
 
 from germline.data import Splits, load_cifar10, load_mnist, make_synthetic
 from germline.errors import BadInput
+from germline.optim.schedules import Schedule
 from germline.recipes.recipe import Recipe, seeded
-from germline.strategies import SNES, Gradient
+from germline.strategies import SNES, Gradient, OpenAIES
 from germline.strategies.settings import check_choice
 
 Source = Literal["real", "synthetic"]
@@ -26,10 +28,12 @@ Block = Callable[[int, int, int], Iterator[nn.Module]]  # of input channels, out
 WIDTHS = (64, 64, 128, 128, 128, 256, 256, 256, 512, 512, 512)  # each that widens, but for the first, has a stride of 2
 
 
-def mnist_3m(*, seed: int = 0, batch_size: int = 256, data: Source = "real", examples: int | None = None) -> Recipe:
+def mnist_3m(*, seed: int = 0, batch_size: int = 64, data: Source = "real", examples: int | None = None) -> Recipe:
     """Classify MNIST by DarwiNN's net of 3,274,634 parameters: two convolutions of 5 x 5, a hidden layer of 1024."""
     splits = load_splits((1, 28, 28), load_mnist, data, examples)
-    return build_recipe(seeded(seed, two_convolutions), splits, batch_size)
+    rate = Schedule("linear", 0.003, 0.0)
+    strategy = OpenAIES(population=1024, sigma=0.02, lr=rate, rank=1, weight_decay=0.1)
+    return replace(build_recipe(seeded(seed, two_convolutions), splits, batch_size), strategy=strategy)
 
 
 def cif_900k(*, seed: int = 0, batch_size: int = 128, data: Source = "real", examples: int | None = None) -> Recipe:
