@@ -1,24 +1,31 @@
 """What the evolution of PESGD adds, and where data-parallel gradient descent stops scaling with its batch.
 
-    python benchmarks/pesgd_study.py [--only study batches] [--seeds 3] [--json FILE]
+    python benchmarks/pesgd_study.py [--only study target batches generalization] [--seeds 3] [--json FILE]
     python benchmarks/pesgd_study.py --json FILE --plot FILE.png
 
 ``study`` trains ``pesgd-mnist`` on its first 5,500 training images, 12 epochs for each member, and changes one thing at
 a time: the population, the epochs between two evolutions, the crossover, the mutation, the selection, and how the first
 members differ. Controls are ``parents=P``, in which all members stay, so that the result is the best of P independent
 runs, and ``crossover=none sigma=0``, in which the best are only copied. The test accuracy is that of the model with the
-lowest loss on dev that was ever evaluated. ``diversity`` is the mean distance of two members after the last epoch.
+lowest loss on dev that was ever evaluated. The distances are those of two members, in the mean, after the training of
+the first, the fourth and the last generation, each before the evolution that follows.
 
-``batches`` trains the same net by gradient descent on all 55,000 images until 97 % dev accuracy, with four learning
-rates for each size of the batch: data-parallel descent by N processes with batches of B is descent with batches of N B.
+``target`` counts the epochs until 97 % dev accuracy on all 55,000 images, of members that evolve and of independent
+ones.
 
-All runs of a part are made in one process of one thread, and nothing is timed.
+``batches`` trains the same net by gradient descent on all images until that accuracy, with some learning rates for each
+size of the batch: data-parallel descent by N processes with batches of B is descent with batches of N B.
+``generalization`` trains with the best of these rates until the loss on dev has not fallen in 15 evaluations.
+
+Each run is one process of one thread, and nothing is timed; ``--processes`` runs are made at the same time.
 """
 
 import argparse
 import json
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +37,12 @@ from germline.recipes.recipe import Recipe
 from germline.strategies import PESGD
 
 EXAMPLES, EPOCHS = 5_500, 12
-BATCHES, RATES, TARGET, MOST_EPOCHS = (64, 512, 4096), (0.1, 0.2, 0.4, 0.8), 0.97, 40
+TARGET, PATIENCE = 0.97, 15
+POPULATIONS = (1, 2, 4, 8)
+RATES = {64: (0.1, 0.2, 0.4), 512: (0.2, 0.4, 0.6), 4096: (0.3, 0.4, 0.5, 0.6)}  # by size of the batch
+MOST_EPOCHS = {64: 12, 512: 40, 4096: 120}
+BEST_RATES = {64: 0.2, 512: 0.4, 4096: 0.4}
+BATCHES = tuple(RATES)
 
 
 @dataclass(frozen=True)
@@ -80,14 +92,22 @@ def study(row: Row, seed: int) -> dict[str, float]:
     recipe = Recipe(**{**vars(recipe), "data": (x[:EXAMPLES], y[:EXAMPLES])})
     strategy = PESGD(**{"population": 4, "lr": 0.1, **row.settings})
     generations = EPOCHS // strategy.epochs
-    result = train(recipe, strategy, generations, seed, evaluate_every=generations)
-    distances = [one["diversity"] for one in result.history if "diversity" in one]
-    metrics = result.summary["metrics"]
+    result = train(recipe, strategy, generations, seed, evaluate_every=1)
+    distances = [one.get("diversity", 0.0) for one in result.history]
     return {
-        "test": 100 * metrics["test_accuracy"],
-        "dev": 100 * metrics["dev_accuracy"],
-        "diversity": distances[-1] if distances else 0.0,
+        "test": 100 * result.summary["metrics"]["test_accuracy"],
+        "distances": [distances[0], distances[min(3, generations - 1)], distances[-1]],
     }
+
+
+def count_epochs(population: int, evolves: bool, seed: int) -> dict[str, Any]:
+    """Return the epochs that each member takes until one has reached the target."""
+    recipe = make_recipe("pesgd-mnist", {}, seed)
+    strategy = PESGD(population=population, lr=0.1)
+    if not evolves:
+        strategy = replace(strategy, parents=population)
+    result = train(recipe, strategy, 24, seed, target=f"dev_accuracy={TARGET}", evaluate_every=1)
+    return {"epochs": result.summary["generations"], "reached": result.summary["stopped_by"] == "target"}
 
 
 def count_steps(batch: int, rate: float, seed: int) -> dict[str, Any]:
@@ -96,37 +116,83 @@ def count_steps(batch: int, rate: float, seed: int) -> dict[str, Any]:
     epoch = len(recipe.data[1]) // batch
     every = max(1, epoch // 4)
     options = {"target": f"dev_accuracy={TARGET}", "evaluate_every": every}
-    result = train(recipe, gl.Gradient(lr=rate, optimizer="sgd"), MOST_EPOCHS * epoch, seed, **options)
+    result = train(recipe, gl.Gradient(lr=rate, optimizer="sgd"), MOST_EPOCHS[batch] * epoch, seed, **options)
     steps = result.summary["generations"]
     reached = result.summary["stopped_by"] == "target"
     return {"reached": reached, "steps": steps, "epochs": steps / epoch}
 
 
-def show_study(seeds: int) -> list[dict[str, Any]]:
+def measure_generalization(batch: int, seed: int) -> dict[str, float]:
+    """Return the test accuracy of gradient descent at its lowest loss on dev, and the epochs until then."""
+    recipe = make_recipe("pesgd-mnist", {"batch_size": str(batch)}, seed)
+    epoch = len(recipe.data[1]) // batch
+    options: dict[str, Any] = {"keep": "best", "patience": PATIENCE, "evaluate_every": epoch}
+    strategy = gl.Gradient(lr=BEST_RATES[batch], optimizer="sgd")
+    result = train(recipe, strategy, 200 * epoch, seed, **options)
+    kept = result.summary["kept_generation"] / epoch
+    return {"test": 100 * result.summary["metrics"]["test_accuracy"], "epochs": kept}
+
+
+Outcomes = list[list[dict[str, Any]]]  # of each row, by seed
+
+
+def run_all(pool: ProcessPoolExecutor, function: Callable[..., Any], rows: Sequence[Any], seeds: int) -> Outcomes:
+    """Return what a function gives for the arguments of each row and each seed."""
+    runs = [[pool.submit(function, *row, seed) for seed in range(seeds)] for row in rows]
+    return [[run.result() for run in row] for row in runs]
+
+
+def show_study(pool: ProcessPoolExecutor, seeds: int) -> list[dict[str, Any]]:
     """Run the study, and print and return its rows: medians of the seeds, and their range."""
-    print(f"{'':12} {'':36} {'test accuracy':26} {'diversity':>10}")
+    print(f"{'':12} {'':36} {'test accuracy':26} {'distances':>20}")
     rows = []
-    for row in ROWS:
-        outcomes = [study(row, seed) for seed in range(seeds)]
+    for row, outcomes in zip(ROWS, run_all(pool, study, [(row,) for row in ROWS], seeds), strict=True):
         tests = [outcome["test"] for outcome in outcomes]
-        distance = statistics.median(outcome["diversity"] for outcome in outcomes)
+        distances = [statistics.median(column) for column in zip(*(o["distances"] for o in outcomes), strict=True)]
         accuracy = f"{statistics.median(tests):.2f} ({min(tests):.2f} to {max(tests):.2f})"
-        print(f"{row.about:12} {row.name:36} {accuracy:26} {distance:10.2f}", flush=True)
-        rows.append({"about": row.about, "name": row.name, "tests": tests, "diversity": distance})
+        print(
+            f"{row.about:12} {row.name:36} {accuracy:26}", *(f"{distance:6.2f}" for distance in distances), flush=True
+        )
+        rows.append({"about": row.about, "name": row.name, "tests": tests, "distances": distances})
     return rows
 
 
-def show_batches(seeds: int) -> list[dict[str, Any]]:
-    """Count the steps of each batch and learning rate, and print and return the rows: medians of the seeds."""
-    print(f"{'batch':>6} {'lr':>5} {'reached':>8} {'steps':>7} {'epochs':>7}")
+def show_target(pool: ProcessPoolExecutor, seeds: int) -> list[dict[str, Any]]:
+    """Count the epochs to the target, and print and return the rows."""
+    print(f"{'members':>8} {'':12} {'reached':>8} {'epochs of a member, by seed':>28}")
+    cases = [(p, evolves) for p in POPULATIONS for evolves in ((True, False) if p > 1 else (True,))]
     rows = []
-    for batch in BATCHES:
-        for rate in RATES:
-            outcomes = [count_steps(batch, rate, seed) for seed in range(seeds)]
-            reached = sum(outcome["reached"] for outcome in outcomes)
-            steps, epochs = (statistics.median(outcome[name] for outcome in outcomes) for name in ("steps", "epochs"))
-            print(f"{batch:6} {rate:5} {reached:3} of {seeds} {steps:7.0f} {epochs:7.2f}", flush=True)
-            rows.append({"batch": batch, "lr": rate, "reached": reached, "steps": steps, "epochs": epochs})
+    for (population, evolves), outcomes in zip(cases, run_all(pool, count_epochs, cases, seeds), strict=True):
+        epochs, reached = [o["epochs"] for o in outcomes], sum(o["reached"] for o in outcomes)
+        print(f"{population:8} {'evolve' if evolves else 'independent':12} {reached:3} of {seeds} {epochs!s:>28}")
+        rows.append({"members": population, "evolve": evolves, "reached": reached, "epochs": epochs})
+    return rows
+
+
+def show_batches(pool: ProcessPoolExecutor, seeds: int) -> list[dict[str, Any]]:
+    """Count the steps of each batch and learning rate, and print and return the rows: medians of the seeds."""
+    print(f"{'batch':>6} {'lr':>5} {'reached':>8} {'steps':>7} {'epochs':>7}   steps by seed")
+    cases = [(batch, rate) for batch, rates in RATES.items() for rate in rates]
+    rows = []
+    for (batch, rate), outcomes in zip(cases, run_all(pool, count_steps, cases, seeds), strict=True):
+        reached = sum(outcome["reached"] for outcome in outcomes)
+        steps, epochs = (statistics.median(outcome[name] for outcome in outcomes) for name in ("steps", "epochs"))
+        each = [outcome["steps"] for outcome in outcomes]
+        print(f"{batch:6} {rate:5} {reached:3} of {seeds} {steps:7.0f} {epochs:7.2f}   {each}", flush=True)
+        rows.append({"batch": batch, "lr": rate, "reached": reached, "steps": steps, "epochs": epochs})
+    return rows
+
+
+def show_generalization(pool: ProcessPoolExecutor, seeds: int) -> list[dict[str, Any]]:
+    """Print and return the test accuracy of each batch, by seed."""
+    print(f"{'batch':>6} {'lr':>5} {'epochs':>7}   test accuracy by seed")
+    rows = []
+    for batch, outcomes in zip(
+        BATCHES, run_all(pool, measure_generalization, [(batch,) for batch in BATCHES], seeds), strict=True
+    ):
+        tests, epochs = [o["test"] for o in outcomes], statistics.median(o["epochs"] for o in outcomes)
+        print(f"{batch:6} {BEST_RATES[batch]:5} {epochs:7.0f}  ", *(f"{test:.2f}" for test in tests), flush=True)
+        rows.append({"batch": batch, "lr": BEST_RATES[batch], "tests": tests, "epochs": epochs})
     return rows
 
 
@@ -173,13 +239,13 @@ def draw(results: dict[str, Any], file: Path) -> None:
     batches.loglog([row["batch"] for row in best], [row["steps"] for row in best], "o-", label="best learning rate")
     missed = [batch for batch in BATCHES if batch not in {row["batch"] for row in best}]
     most = [max(row["steps"] for row in results["batches"] if row["batch"] == batch) for batch in missed]
-    batches.loglog(missed, most, "^", color="#d55e00", label=f"not reached in {MOST_EPOCHS} epochs") if missed else None
+    batches.loglog(missed, most, "^", color="#d55e00", label="not reached") if missed else None
     first = best[0]
     ideal = [first["steps"] * first["batch"] / batch for batch in BATCHES]
     batches.loglog(BATCHES, ideal, "--", color="#666666", label="perfect scaling")
     batches.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
     batches.minorticks_off()
-    batches.set(title="steps of descent to 97 % on dev", xlabel="examples of a batch")
+    batches.set(title="steps of descent to 97 % on dev", xlabel="examples of a batch", ylabel="steps")
     batches.legend(fontsize=9)
     figure.savefig(file, dpi=80)
     print(file)
@@ -187,9 +253,12 @@ def draw(results: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"study": show_study, "batches": show_batches}
+    parts = {
+        "study": show_study, "target": show_target, "batches": show_batches, "generalization": show_generalization,
+    }  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run only these parts")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the file to which results are added")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw what is in the file of --json; run nothing")
     arguments = parser.parse_args()
@@ -197,11 +266,11 @@ def main() -> None:
     if arguments.plot is not None:
         draw(results, arguments.plot)
         return
-    torch.set_num_threads(1)
-    for name in arguments.only:
-        results[name] = parts[name](arguments.seeds)
-        if arguments.json is not None:
-            arguments.json.write_text(json.dumps(results))
+    with ProcessPoolExecutor(arguments.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for name in arguments.only:
+            results[name] = parts[name](pool, arguments.seeds)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
