@@ -2,6 +2,7 @@
 
     python benchmarks/kalia.py [--only PART ...] [--seconds S | --evaluations N] [--seeds K] [--runs DIR]
     python benchmarks/kalia.py --fleet [--only PART ...]
+    sudo python benchmarks/kalia.py --hosts [--only PART ...]
     python benchmarks/kalia.py --passes [--only PART ...]
     python benchmarks/kalia.py --pictures FILE.png [--runs DIR] [--masks PICTURE.png]
 
@@ -9,7 +10,8 @@ Each part is a ``germline compare`` under one budget, and can be resumed. Every 
 dev set, and stops when that has brought nothing better for 30 evaluations, which stops backprop before it overfits. A
 part is followed by a baseline that needs no training: Otsu's threshold for the nuclei, and for the series the forecast
 that the last value persists. ``--fleet`` trains by the paper's three strategies on a coordinator and 1, 2 and 4 workers
-in separate processes, and compares the weights with those of one process. ``--passes`` prints the CPU seconds of a
+in separate processes, and compares the weights with those of one process. ``--hosts`` does so on three network
+namespaces as hosts: a coordinator, a worker, and one behind 1 Mbit/s. ``--passes`` prints the CPU seconds of a
 forward pass of a batch, and of a forward and a backward pass, by one thread. ``--pictures`` draws the masks that the
 trained U-Nets predict for test images, and the forecasts of the LSTMs, from runs that have ended.
 """
@@ -23,15 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from elastic import HOSTS, LINK, hosts, start_cluster
 from numpy.typing import NDArray
 
 from germline.data import load_nuclei, load_nuclei_arrays, make_shapes
 from germline.engine.journal import Journal
+from germline.fleet.cluster.keys import add_machine, create_authority
 from germline.recipes import make_recipe
 from germline.recipes.nuclei import dice, iou
 
@@ -42,6 +47,7 @@ PASSES = 9  # that are timed
 PATIENCE = 30  # evaluations of the dev set
 WORKERS = (1, 2, 4)
 FLEET = {"unet": 4, "temperature": 15}  # parts that a fleet trains, and their generations
+HOST_GENERATIONS = {"unet": 12, "temperature": 60}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,38 @@ def train_by_fleets(name: str, part: Part) -> None:
             f"; bytes {received}; {'the same weights' if same else 'OTHER WEIGHTS'}, {alone['theta_sha256'][:16]}",
             flush=True,
         )
+
+
+def train_on_hosts(name: str, part: Part, secret: Path) -> None:
+    """Train by the paper's strategies on three hosts: a coordinator and two workers, one of them behind a thin link."""
+    settings = [word for setting in part.settings for word in ("--set", setting)]
+    print(f"{name}: {part.recipe}, {HOST_GENERATIONS[name]} generations; a worker behind {LINK}")
+    for strategy in ("mu-lambda", "ga", "pso"):
+        words = [part.recipe, "--strategy", strategy, *settings, "--generations", str(HOST_GENERATIONS[name])]
+        command = [sys.executable, "-m", "germline", "train", *words, "--device", "cpu", "--workers", "1", "--json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with tempfile.TemporaryDirectory() as runs:
+            done = subprocess.run(
+                [*command, "--runs", runs], capture_output=True, text=True, check=True, env=environment
+            )
+        alone = json.loads(done.stdout.splitlines()[-1])
+        status: dict[str, Any] = {}
+        with start_cluster(words, HOSTS["coordinator"], secret) as running:
+            for worker in ("near", "far"):
+                running.add_worker(worker)
+            while running.processes[0].poll() is None:
+                with suppress(OSError, subprocess.CalledProcessError, ValueError):
+                    status = running.read_status()
+                time.sleep(0.5)
+            shared = json.loads((running.folder / "coordinator.txt").read_text().splitlines()[-1])
+        same = "the same weights" if shared["theta_sha256"] == alone["theta_sha256"] else "OTHER WEIGHTS"
+        parts = ", ".join(
+            f"{worker['name']}: {worker['pieces']} blocks, {worker['bytes_received']:,} bytes received and "
+            f"{worker['bytes_sent']:,} sent"
+            for worker in status.get("workers", ())
+        )
+        print(f"  {strategy:10} one process {alone['seconds']:.1f} s, hosts {shared['seconds']:.1f} s; {same}; {parts}")
+        sys.stdout.flush()
 
 
 def time_passes(part: Part) -> None:
@@ -256,6 +294,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="seconds of each run (default: one for each part)")
     parser.add_argument("--evaluations", type=int, help="instead of seconds: forward passes of a batch")
     parser.add_argument("--fleet", action="store_true", help="train on workers in separate processes instead")
+    parser.add_argument("--hosts", action="store_true", help="train on workers in network namespaces instead (root)")
     parser.add_argument("--passes", action="store_true", help="time forward and backward passes instead")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each strategy (default 1)")
     parser.add_argument("--strategies", default=STRATEGIES, help="names of strategies, with commas")
@@ -276,6 +315,16 @@ def main() -> None:
         for name in FLEET:
             if name in arguments.only:
                 train_by_fleets(name, PARTS[name])
+        return
+    if arguments.hosts:
+        with hosts(), tempfile.TemporaryDirectory() as place:
+            secret = Path(place) / "keys"
+            create_authority(secret)
+            for worker in ("near", "far"):
+                add_machine(secret, worker)
+            for name in HOST_GENERATIONS:
+                if name in arguments.only:
+                    train_on_hosts(name, PARTS[name], secret)
         return
     for name in arguments.only:
         part = PARTS[name]

@@ -260,7 +260,7 @@ def measure_nets(nets: list[str], limits: list[str], members: int) -> dict[str, 
 
 def run_processes(arguments: list[str]) -> dict[str, Any]:
     """Run two processes, each in its own namespace, and return the results of the first."""
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": HOSTS["germlineA"], "MASTER_PORT": PORT}
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": next(iter(HOSTS.values())), "MASTER_PORT": PORT}
     environment |= {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
     started = []
     for rank, host in enumerate(HOSTS):
