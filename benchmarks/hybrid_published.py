@@ -8,7 +8,7 @@ published code and not of the recipe: each position of a batch has biases of its
 not summed over the batch (``--biases summed`` prints the difference), and the gate tries samples one by one.
 
 ``fixed``       the gradients of the first epoch for all further epochs, with and without the gate
-``normalized``  gradients whose rows, the weights of a neuron, have length 1; as a whole matrix; and as they are
+``normalized``  gradients whose rows, the weights of a neuron, have one length; as a whole matrix; and as they are
 ``control``     gradient descent by as many full gradients as Hybrid-ES has at r = 2, 3 and 4
 ``gradients``   of the first matrix, as the paper draws them: norms, angles and the variance of the components
 
@@ -41,7 +41,8 @@ class Case:
         epochs: The passes over the training set.
         gradient_epochs: The epochs in which gradients are computed; afterwards the last one is used.
         samples: The samples of the gate, of which one must be better than no step; 0 has no gate.
-        normalized: What is scaled to length 1: nothing, each row of a gradient, or the matrix.
+        normalized: What is scaled to a length: nothing, each row of a gradient, or the matrix.
+        length: That length, of gradients summed over a batch: a step is 5 / 1,000 of it.
         summed_biases: Whether a layer has one column of biases, as the recipe has.
         sigma: The standard deviation of shifts, of gradients summed over a batch.
     """
@@ -50,6 +51,7 @@ class Case:
     gradient_epochs: float = 30
     samples: int = 0
     normalized: Literal["", "rows", "matrix"] = ""
+    length: float = 1.0
     summed_biases: bool = False
     sigma: float = 1.25
 
@@ -64,8 +66,9 @@ CASES = {
     "normalized": {
         "gradients as they are": Case(),
         "rows of length 1": Case(normalized="rows"),
+        "rows of length 1,000, the batch": Case(normalized="rows", length=BATCH),
+        "rows of length 1,000, summed biases": Case(normalized="rows", length=BATCH, summed_biases=True),
         "matrices of length 1": Case(normalized="matrix"),
-        "rows of length 1, summed biases": Case(normalized="rows", summed_biases=True),
     },
     "control": {f"full gradients of r = {r} alone": Case(epochs=30 / r, gradient_epochs=30 / r) for r in (1, 2, 3, 4)},
 }
@@ -109,11 +112,12 @@ class Net:
         return Net(moved, self.biases)
 
 
-def normalize(gradient: Tensor, what: str) -> Tensor:
-    if not what:
+def normalize(gradient: Tensor, case: Case) -> Tensor:
+    """Return a gradient with rows of the length that an experiment wants, or of that length as a whole."""
+    if not case.normalized:
         return gradient
-    length: Tensor = gradient.norm(dim=1, keepdim=True) if what == "rows" else gradient.norm()
-    return gradient / (length + EPSILON)
+    length: Tensor = gradient.norm(dim=1, keepdim=True) if case.normalized == "rows" else gradient.norm()
+    return gradient * (case.length / (length + EPSILON))
 
 
 def load(split: str) -> tuple[Tensor, Tensor]:
@@ -142,7 +146,7 @@ def train(case: Case, seed: int) -> tuple[float, float]:
         is_full = step < case.gradient_epochs * BATCHES
         if is_full:
             raw, biases = net.gradients(inputs, labels)
-            gradients = [normalize(gradient, case.normalized) for gradient in raw]
+            gradients = [normalize(gradient, case) for gradient in raw]
         if is_full or not case.samples:
             moved = net.step(gradients)
         else:

@@ -5,7 +5,7 @@
 Two processes of one thread each. ``pesgd`` is ``germline train pesgd-mnist``: each member learns from batches of 64
 for an epoch, then they evolve. ``data-parallel`` is ``--strategy gradient --set per_worker=true``: batches of 64 for
 each process, gradients summed after each, by several learning rates. With a straggler one of the two is stopped for
-half of the time, in turns of 40 ms; with two that alternate, each is stopped for half of the time, one after the other,
+half of the time, in turns of 40 ms; with two that alternate, each is stopped for a quarter of the time, and never both,
 as stalls that come and go do. An epoch is one pass of one model over the training set, so a generation of P members has
 P of them, P / 2 in each process; the column counts the epochs of a process.
 
@@ -108,21 +108,20 @@ def run(way: Way, target: float, seed: int, stalled: Sequence[int], runs: Path) 
 
 
 def slow_down(processes: "Sequence[subprocess.Popen[str]]", ended: threading.Event) -> None:
-    """Stop a process for half of the time, or two of them in turns."""
+    """Stop some processes in turns, with a pause of the same length after each."""
     while processes and not ended.is_set() and processes[0].poll() is None:
-        for process in (processes[0], processes[1] if processes[1:] else None):
-            if process is None:
-                ended.wait(TURN)
-                continue
+        for process in processes:
             process.send_signal(signal.SIGSTOP)
             ended.wait(TURN)
             process.send_signal(signal.SIGCONT)
+            ended.wait(TURN)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=float, default=0.97, help="dev accuracy to reach (default 0.97)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row (default 3)")
+    parser.add_argument("--only", choices=STALLS, help="only the rows with these stalls")
     parser.add_argument("--runs", type=Path, help="a folder to keep the runs in (default: they are deleted)")
     parser.add_argument("--json", action="store_true", help="print all rows as one JSON object in the last line")
     arguments = parser.parse_args()
@@ -131,7 +130,7 @@ def main() -> None:
     rows = [(way, "none") for way in (*ALONE, *COMPARED)]
     rows += [(way, stalls) for stalls in STALLS if stalls != "none" for way in STALLED]
     with tempfile.TemporaryDirectory() as folder:
-        for way, stalls in rows:
+        for way, stalls in (row for row in rows if arguments.only in (None, row[1])):
             place = arguments.runs or Path(folder)
             summaries = [run(way, arguments.target, seed, STALLS[stalls], place) for seed in range(arguments.seeds)]
             reached = sum(summary["stopped_by"] == "target" for summary in summaries)
