@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from germline.errors import BadInput
-from germline.fleet.recorded_sums import RecordedSums
+from germline.fleet.recorded_sums import RecordedSums, has_one_author
 from germline.genome import Genome
 from germline.noise import Field
 from germline.optim.schedules import Schedule
@@ -351,6 +351,20 @@ def test_sums_of_weights_in_device_memory_are_those_of_the_host(strategy: Any, m
     assert abs(weights).sum() <= strategy.weight_magnitude
     expected = strategy.sums(field.members(range(40), 5), weights, (0, genome.size))
     assert torch.equal(sums.sum_members(torch.from_numpy(numbers), 5), expected)
+
+
+def test_a_subclass_that_changes_the_update_waits_for_the_scores() -> None:
+    class Other(OpenAIES):
+        def weights(self, scores: Any, *, maximize: bool) -> Any:
+            return 2 * np.arange(scores.size)
+
+    class Renamed(OpenAIES):
+        name = "other"
+
+    assert has_one_author(OpenAIES)
+    assert has_one_author(SNES)
+    assert has_one_author(Renamed)
+    assert not has_one_author(Other)
 
 
 def test_the_bound_of_weights_that_the_host_has_not_seen() -> None:

@@ -34,7 +34,8 @@ class RecordedSums:
         cls, strategy: AnyStrategy, field: Field, *, maximize: bool, size: int, device: torch.device
     ) -> "RecordedSums | None":
         """Return the sums of a strategy's update, or None where they cannot be computed without the scores."""
-        if not strategy.has_semi_updates or kernel_device(device).type != "cuda":
+        is_possible = strategy.has_semi_updates and has_one_author(type(strategy))
+        if not is_possible or kernel_device(device).type != "cuda":
             return None
         summed, values = cast(SummedStrategy[Any], strategy), VALUES[field.kind]
         magnitude, largest = summed.weight_magnitude, max(values.limit**2, values.variance)
@@ -51,3 +52,14 @@ class RecordedSums:
         weights = self.strategy.device_weights(scores, maximize=self.maximize)
         noise = self.field.members(range(self.strategy.population), generation, scores.device)
         return self.strategy.sums(noise, weights, (0, self.size))
+
+
+def has_one_author(kind: type[AnyStrategy]) -> bool:
+    """Return whether one class defines all that an update consists of: a subclass may change what ``tell`` computes.
+
+    >>> from germline.strategies import OpenAIES
+    >>> has_one_author(OpenAIES)
+    True
+    """
+    names = ("tell", "weights", "device_weights", "sums", "step")
+    return len({next(parent for parent in kind.__mro__ if name in vars(parent)) for name in names}) == 1
