@@ -2,6 +2,7 @@
 
     python benchmarks/generation_parts.py [--net mnist-3m ...] [--exchange replay ...] [--processes 1 2 4] [--members 8]
     python benchmarks/generation_parts.py --net cif-8m --processes 1 --members 16 --repeat 4
+    python benchmarks/generation_parts.py --device cuda:0 --processes 1 2      two processes that share a GPU, by gloo
 
 Processes of one thread on one machine train DarwiNN's networks by OpenAI-ES, each with as many members (weak scaling).
 ``noise`` is the noise of the members and of the update, ``forward`` the rest of an evaluation, ``exchange`` the time in
@@ -21,7 +22,7 @@ import time
 import warnings
 from typing import Any
 
-from scaling import NETS, noise_seconds, scaled_recipe
+from scaling import NETS, noise_seconds, scaled_recipe, wait_for_gpu
 
 from germline.engine.opening import set_up
 from germline.fleet import SPMD, Fleet, Local
@@ -31,9 +32,9 @@ GENERATIONS = 5
 PARTS = ("noise", "forward", "exchange", "update")
 
 
-def measure_parts(net: str, exchange: Any, members: int, processes: int) -> dict[str, float]:
+def measure_parts(net: str, exchange: Any, members: int, processes: int, device: str) -> dict[str, float]:
     """Return the seconds of the parts of a generation in this process."""
-    fleet: Fleet = Local("cpu", 1) if processes == 1 else SPMD(exchange, device="cpu", timeout=1200)
+    fleet: Fleet = Local(device, 1) if processes == 1 else SPMD(exchange, device=device, timeout=1200)
     session = set_up(scaled_recipe(net, members * processes), fleet, 0)
     batch = session.batch(0)
     session.prepare(batch)
@@ -48,6 +49,7 @@ def measure_parts(net: str, exchange: Any, members: int, processes: int) -> dict
         result = session.evaluate(generation, batch)
         evaluated, during_evaluation = time.perf_counter(), sum(waiting)
         session.advance(result)
+        wait_for_gpu()
         ended, during_all = time.perf_counter(), sum(waiting)
         exchange_seconds, update = during_all, ended - evaluated - (during_all - during_evaluation)
         rows.append((evaluated - began - during_evaluation, exchange_seconds, update, time.process_time() - used))
@@ -75,13 +77,15 @@ def watch(fleet: Fleet) -> list[float]:
     return seconds
 
 
-def run_processes(net: str, exchange: str, members: int, processes: int, repeat: int) -> list[dict[str, float]]:
+def run_processes(
+    net: str, exchange: str, members: int, processes: int, repeat: int, device: str
+) -> list[dict[str, float]]:
     """Measure a generation in some processes several times, and return the parts of the first."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if processes > 1:
         common |= {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, __file__, "--worker", "--net", net, "--exchange", exchange]
-    command += ["--members", str(members), "--processes", str(processes), "--repeat", str(repeat)]
+    command += ["--members", str(members), "--processes", str(processes), "--repeat", str(repeat), "--device", device]
     started = [
         subprocess.Popen(
             command,
@@ -107,11 +111,12 @@ def main() -> None:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4], help="numbers of processes")
     parser.add_argument("--members", type=int, default=8, help="members of each process (default 8)")
     parser.add_argument("--repeat", type=int, default=1, help="measurements in the same processes (default 1)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda:0, which all processes share (default cpu)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.worker:
-        arguments = (options.net[0], options.exchange[0], options.members, options.processes[0])
+        arguments = (options.net[0], options.exchange[0], options.members, options.processes[0], options.device)
         for _ in range(options.repeat):
             print(json.dumps(measure_parts(*arguments)), flush=True)
         return
@@ -120,7 +125,8 @@ def main() -> None:
         for processes in options.processes:
             for exchange in options.exchange if processes > 1 else ["none"]:
                 chosen = exchange if processes > 1 else "replay"
-                for parts in run_processes(net, chosen, options.members, processes, options.repeat):
+                measured = run_processes(net, chosen, options.members, processes, options.repeat, options.device)
+                for parts in measured:
                     used = parts.pop("cpu")
                     whole = sum(parts.values())
                     shares = " ".join(f"{parts[name] / whole:7.1%}" for name in PARTS)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from germline.cli.costs import LOOPBACK, MODES, Network, Rates, format_seconds, measure_rates, predict_cost
 from germline.engine.opening import set_up
@@ -211,12 +212,20 @@ def noise_seconds(session: Session) -> tuple[float, float]:
     return perturb, least_seconds(lambda: many.weighted_sum(weights, (0, columns)))
 
 
+def wait_for_gpu() -> None:
+    """Wait until the GPU has done its work, if there is one in use."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 def least_seconds(work: Callable[[], object]) -> float:
     """Return the shortest of four times that some work takes."""
     times = []
     for _ in range(4):
+        wait_for_gpu()
         began = time.perf_counter()
         work()
+        wait_for_gpu()
         times.append(time.perf_counter() - began)
     return min(times)
 
