@@ -129,8 +129,8 @@ def measure_generalization(batch: int, seed: int) -> dict[str, float]:
     options: dict[str, Any] = {"keep": "best", "patience": PATIENCE, "evaluate_every": epoch}
     strategy = gl.Gradient(lr=BEST_RATES[batch], optimizer="sgd")
     result = train(recipe, strategy, 200 * epoch, seed, **options)
-    kept = result.summary["kept_generation"] / epoch
-    return {"test": 100 * result.summary["metrics"]["test_accuracy"], "epochs": kept}
+    epochs = result.summary["kept_generation"] / epoch
+    return {"test": 100 * result.summary["metrics"]["test_accuracy"], "epochs": epochs}
 
 
 Outcomes = list[list[dict[str, Any]]]  # of each row, by seed

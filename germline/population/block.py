@@ -132,7 +132,7 @@ class Block:
                 members_first = [x if dim is None else x.movedim(dim, 0) for x, dim in unwrapped]
                 results = function(members_first, [dim is not None for _, dim in unwrapped])
             return [functorch._add_batch_dim(x, 0, level) for x in results]
-        self.functions.append(function)  # the user's code has transforms of its own
+        self.functions.append(function)  # the user's code is in another transform
         try:
             outputs: list[torch.Tensor] = layer(list(inputs), self.vmap_index, len(self.functions) - 1)
         finally:
