@@ -5,7 +5,7 @@
 The net, the data and the steps are those of ``germline train hybrid-es-mnist``: 784-300-10 with sigmoids, 50 batches of
 1,000 in one order, steps of 5 by the mean gradient, weights and not biases decayed. Two things are those of the
 published code and not of the recipe: each position of a batch has separate biases, 1,000 columns of them, which are not
-summed over the batch (``--biases summed`` prints the difference), and the gate tries samples one by one.
+summed over the batch (rows that say "summed biases" have one column), and the gate tries samples one by one.
 
 ``fixed``       the gradients of the first epoch for all further epochs, with and without the gate
 ``normalized``  gradients whose rows, the weights of a neuron, have one length; as a whole matrix; and as they are
